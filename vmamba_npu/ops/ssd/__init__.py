@@ -1,0 +1,3 @@
+from .api import ssd
+
+__all__ = ["ssd"]
