@@ -10,7 +10,7 @@ from ...backends.tensors import at_least_float32
 def _steps(dt: Tensor, dt_bias: Tensor | None, softplus: bool, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Effective steps and their derivative by the raw dt: [B, L, H] each."""
     raw = dt if dt_bias is None else dt + dt_bias
-    positive = F.softplus(raw, threshold=1e9) if softplus else raw
+    positive = torch.logaddexp(raw, raw.new_zeros(())) if softplus else raw
     slope = torch.sigmoid(raw) if softplus else torch.ones_like(raw)
     inside = (positive >= low) & (positive <= high)
     return positive.clamp(low, high), torch.where(inside | positive.isnan(), slope, 0)

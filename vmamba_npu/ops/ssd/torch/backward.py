@@ -1,0 +1,187 @@
+"""Backward of SSD in chunks (docs/ssd.md): blocks from the last to the first, each with its states computed again."""
+
+import torch
+from torch import Tensor
+
+from ....backends.tensors import at_least_float32
+from .blocks import Block
+from .chunks import (
+    Decays,
+    Plan,
+    Workspace,
+    at_border,
+    from_group_states,
+    gather,
+    initial_group_states,
+    plan,
+    scatter,
+    step_slope,
+    steps,
+    to_group_states,
+    to_skip,
+    unchunk,
+)
+from .forward import output
+
+
+class Gradients:
+    """What the blocks fill in: per token in the layout of the plan, and sums over tokens."""
+
+    def __init__(self, x: Tensor, B: Tensor, z: Tensor | None, decays: Decays, skip: Tensor | None, initial: Tensor):
+        self.x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.z = None if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        self.B = torch.empty(B.shape, dtype=B.dtype, device=B.device)
+        self.C = torch.empty_like(self.B)
+        self.D = None if skip is None else skip.new_zeros(*skip.shape[:2], x.shape[3])
+        self.step = torch.empty_like(decays.step)  # by the steps where they scale x, [chunks, rows, G, h, size]
+        self.log_decay = torch.empty_like(decays.step)  # by step * A
+        self.initial = torch.zeros_like(initial)
+
+
+def backward(
+    dy, dfinal_states,
+    x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    acc = at_least_float32(x.dtype)
+    groups = B.shape[2]
+    p = plan(x, seq_idx, cu_seqlens)
+    initial = initial_group_states(x, B, initial_states, cu_seqlens)
+    d_final = to_group_states(dfinal_states, groups, acc)
+    step_arguments = (dt, dt_bias, dt_softplus, dt_min, dt_max, acc)
+    decays = Decays(steps(*step_arguments), A, groups, p)
+    skip = to_skip(D, groups, acc)
+    xs, Bs, Cs, zs, dys = (t if t is None else gather(t, p.index) for t in (x, B, C, z, dy))
+    grads = Gradients(xs, Bs, zs, decays, skip, initial)
+    ws = Workspace(x.device, acc)
+    for rows, spans in p.blocks(x.shape[2], x.device):
+        before = _states_before(xs, Bs, Cs, decays, p, rows, spans, initial, ws)
+        d_states = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=acc, device=x.device)
+        for (c0, c1), states in reversed(list(zip(spans, before, strict=True))):
+            block = Block(xs, Bs, Cs, decays, p, rows, c0, c1, ws)
+            do = _before_gate(block, dys, zs)
+            weighted = block.by_group("weighted", block.x, block.of(decays.step * decays.out))
+            weighted_do = block.by_group("weighted_do", do, block.of(decays.into))
+            states, d_states_after = _walk(block, weighted, weighted_do, states, d_states, initial, d_final, grads)
+            carried = torch.bmm(block.C, states, out=ws("carried", *weighted.shape))
+            mixing, d_stepped = _inside(block, do, grads)
+            if zs is not None:
+                o = output(block, mixing, carried, skip)
+                block.store(grads.z, _gate_gradient(block.tokens(zs).to(acc), block.tokens(dys), o))
+            _through_states(block, do, weighted, weighted_do, carried, states, d_states_after, d_stepped, skip, grads)
+    untouched = p.untouched(len(initial) - 1)
+    grads.initial[untouched] = d_final[untouched]
+    d_raw, d_A = _finish_steps(grads, decays, p, A, step_arguments)
+    return (
+        scatter(grads.x, p.index, x),
+        d_raw.to(dt.dtype),
+        d_A.to(A.dtype),
+        scatter(grads.B, p.index, x),
+        scatter(grads.C, p.index, x),
+        None if D is None else (grads.D if D.ndim == 2 else grads.D.sum(-1)).reshape(D.shape).to(D.dtype),
+        None if z is None else scatter(grads.z, p.index, x),
+        None if dt_bias is None else d_raw.sum((0, 1)).to(dt_bias.dtype),
+        None if initial_states is None else from_group_states(grads.initial, x.shape[3]).to(initial_states.dtype),
+    )
+
+
+def _states_before(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Tensor, ws: Workspace) -> list[Tensor]:
+    """State at the start of every block of these rows: [rows, G, N, h * P] each."""
+    states = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=initial.dtype, device=x.device)
+    before = []
+    for c0, c1 in spans:
+        before.append(states.clone())
+        if c1 == p.count:
+            break
+        block = Block(x, B, C, decays, p, rows, c0, c1, ws)
+        weighted = block.by_group("weighted", block.x, block.of(decays.step * decays.out))
+        for _ in block.walk(states, weighted, initial, None):
+            pass
+    return before
+
+
+def _before_gate(block: Block, dy: Tensor, z: Tensor | None) -> Tensor:
+    """Gradient of the output before the gate, [chunks, rows, G, h, size, P]."""
+    do = block.empty_by_head("do").copy_(block.tokens(dy))
+    if z is None:
+        return do
+    gate = block.tokens(z).to(do.dtype)
+    return do.mul_(gate.sigmoid().mul_(gate))
+
+
+def _gate_gradient(z: Tensor, dy: Tensor, o: Tensor) -> Tensor:
+    sigmoid = z.sigmoid()
+    return o.mul_(dy).mul_(sigmoid * (1 + z * (1 - sigmoid)))
+
+
+def _walk(block: Block, weighted, weighted_do, states, d_states, initial, d_final, grads) -> tuple[Tensor, Tensor]:
+    """State at the start, and gradient of the state at the end, of each chunk of the block: [b, N, h * P] each.
+
+    `states` is walked to the end of the block, `d_states` back to its start, in place.
+    """
+    shape = (block.grid[0], block.grid[1] * block.grid[2], *states.shape[2:])
+    at_start, d_at_end = block.ws("states", *shape), block.ws("d_states", *shape)
+    for i, state in block.walk(states, weighted, initial, None):
+        at_start[i].copy_(state)
+    C, weighted_do = block.per_chunk(block.C), block.per_chunk(weighted_do)
+    for i in reversed(range(block.grid[0])):
+        rows, sequences = at_border(block.plan.ends, block.c0 + i, block.rows)
+        if rows:
+            d_states[rows] += d_final[sequences]
+        d_at_end[i].copy_(d_states.flatten(0, 1))
+        block.decay_states(i, d_states)
+        d_states.flatten(0, 1).baddbmm_(C[i].mT, weighted_do[i])
+        rows, sequences = at_border(block.plan.begins, block.c0 + i, block.rows)
+        if rows:
+            grads.initial[sequences] = d_states[rows]
+            d_states[rows] = 0
+    return at_start.flatten(0, 1), d_at_end.flatten(0, 1)
+
+
+def _inside(block: Block, do: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]:
+    """What tokens of one chunk do to each other; starts dB, dC and the decays' gradient of this block.
+
+    Returns the mixing matrix C B^T * decay [b, h, size, size] and the gradient of step * x [b * h, size, P].
+    """
+    ws, size, here = block.ws, block.size, (slice(block.c0, block.c1), block.rows)
+    scores, mixing = block.inside()
+    stepped = torch.mul(block.x, block.of(block.decays.step), out=block.empty_by_head("stepped")).flatten(0, 3)
+    do = do.flatten(0, 3)
+    d_mixing = torch.bmm(do, stepped.mT, out=ws("d_mixing", do.shape[0], size, size)).view(mixing.shape).mul_(mixing)
+    d_scores = torch.sum(d_mixing, 1, out=ws("d_scores", block.b, size, size)).tril_()
+    torch.bmm(d_scores, block.B, out=ws("dC", *block.C.shape))
+    torch.bmm(d_scores.mT, block.C, out=ws("dB", *block.B.shape))
+    mixing.mul_(scores)
+    d_stepped = torch.bmm(mixing.flatten(0, 1).mT, do, out=ws("d_stepped", *do.shape))
+    through = d_mixing.mul_(scores)  # [l, j]: what passes from token j to token l
+    grads.log_decay[here] = (through.sum(-1) - through.sum(-2)).view(*block.grid, block.heads, size)
+    return mixing, d_stepped
+
+
+def _through_states(block: Block, do, weighted, weighted_do, carried, states, d_states, d_stepped, skip, grads) -> None:
+    """What comes through the state before the chunk and goes out through the one after it; completes the block."""
+    ws, here = block.ws, (slice(block.c0, block.c1), block.rows)
+    dC, dB = ws("dC", *block.C.shape), ws("dB", *block.B.shape)
+    block.store(grads.C, dC.baddbmm_(weighted_do, states.mT).unflatten(0, block.grid))
+    block.store(grads.B, dB.baddbmm_(weighted, d_states.mT).unflatten(0, block.grid))
+    from_state = block.heads_of(carried.mul_(weighted_do)).sum(-1)
+    d_weighted = torch.bmm(block.B, d_states, out=ws("carried", *weighted.shape))
+    d_stepped = d_stepped.view(do.shape).addcmul_(block.heads_of(d_weighted), block.of(block.decays.out))
+    to_state = block.heads_of(d_weighted.mul_(weighted)).sum(-1)
+    kept = states.mul_(d_states).view(*block.grid, block.N, block.heads, block.P).sum((3, 5))
+    kept = kept * block.decays.whole[here]
+    # A decay at token u acts on all that passes over the border before u: tokens j < u <= l, and the states.
+    over = grads.log_decay[here] + from_state - to_state
+    grads.log_decay[here] = over.flip(-1).cumsum(-1).flip(-1) + (to_state.sum(-1) + kept)[..., None]
+    grads.step[here] = torch.mul(d_stepped, block.x, out=block.empty_by_head("stepped")).sum(-1)
+    if skip is not None:
+        grads.D += torch.mul(do, block.x, out=block.empty_by_head("stepped")).sum((0, 1, 4))
+    dx = d_stepped.mul_(block.of(block.decays.step))
+    block.store(grads.x, dx if skip is None else dx.addcmul_(do, skip))
+
+
+def _finish_steps(grads: Gradients, decays: Decays, p: Plan, A: Tensor, step_arguments: tuple) -> tuple[Tensor, Tensor]:
+    """Gradients of the raw steps [B, L, H] and of A [H]."""
+    dt = step_arguments[0]
+    d_step, d_log_decay, step = (unchunk(t, p, dt) for t in (grads.step, grads.log_decay, decays.step))
+    d_A = (step * d_log_decay).sum((0, 1))
+    return (d_step + A.to(step.dtype) * d_log_decay) * step_slope(*step_arguments), d_A
