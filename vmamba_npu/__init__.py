@@ -34,6 +34,7 @@ _import_torch()
 from . import backends  # noqa: E402
 from . import ops  # noqa: E402  (registers the operators)
 from .backends import BackendUnavailable, use_backend  # noqa: E402
+from .models import VisionMamba2  # noqa: E402  (registers the timm models)
 
 __version__ = "0.1.0"
-__all__ = ["BackendUnavailable", "__version__", "backends", "ops", "use_backend"]
+__all__ = ["BackendUnavailable", "VisionMamba2", "__version__", "backends", "ops", "use_backend"]

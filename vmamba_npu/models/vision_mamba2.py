@@ -1,0 +1,391 @@
+"""VisionMamba2: a pyramid of Mamba-2 blocks that scan the map in four directions, as timm models."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import (
+    ClassifierHead,
+    DropPath,
+    Mlp,
+    PatchEmbed,
+    calculate_drop_path_rates,
+    get_device_dtype,
+    is_exportable,
+    trunc_normal_,
+)
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint_seq,
+    generate_default_cfgs,
+    register_model,
+)
+from timm.models._features import feature_take_indices
+from torch import Tensor
+
+from ..layers.vision import DepthwiseConv2d, VisionMamba2Mixer
+
+__all__ = ["VisionMamba2"]
+
+
+class VisionMamba2Block(nn.Module):
+    """Mixer and MLP, each after a depthwise convolution that tells the tokens where they are; all four are residual."""
+
+    def __init__(
+        self, dim: int, mlp_ratio: float = 4.0, drop_path: float = 0.0, device=None, dtype=None, **mixer: Any
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.cpe1 = DepthwiseConv2d(dim, **dd)
+        self.norm1 = nn.LayerNorm(dim, **dd)
+        self.mixer = VisionMamba2Mixer(dim, **mixer, **dd)
+        self.cpe2 = DepthwiseConv2d(dim, **dd)
+        self.norm2 = nn.LayerNorm(dim, **dd)
+        self.mlp = Mlp(dim, int(mlp_ratio * dim), **dd)
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, H, W, C] -> [B, H, W, C]
+        x = x + self.cpe1(x)
+        x = x + self.drop_path1(self.mixer(self.norm1(x)))
+        x = x + self.cpe2(x)
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class Downsample(nn.Module):
+    """Halves the map, padded with zeros at the right and bottom to even sizes; then a norm."""
+
+    def __init__(self, dim: int, out_dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(dim, out_dim, 2, stride=2, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(out_dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, H, W, dim] -> [B, ceil(H/2), ceil(W/2), out_dim]
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class VisionMamba2Stage(nn.Module):
+    """Downsampling (not in the first stage) and blocks."""
+
+    def __init__(
+        self, in_dim: int, dim: int, downsample: bool, drop_path: list[float], device=None, dtype=None, **block: Any
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.grad_checkpointing = False
+        self.downsample = Downsample(in_dim, dim, **dd) if downsample else nn.Identity()
+        self.blocks = nn.Sequential(*[VisionMamba2Block(dim, drop_path=rate, **block, **dd) for rate in drop_path])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x)
+        if self.grad_checkpointing and self.training and not torch.jit.is_scripting():
+            return checkpoint_seq(self.blocks, x)
+        return self.blocks(x)
+
+
+class VisionMamba2(nn.Module):
+    """A pyramid of Mamba-2 blocks; maps are channel-last, of any size from 1 x 1.
+
+    Source: Mamba-2 (arXiv:2405.21060), VMamba (arXiv:2401.10166), So-cean/mamba-ascendc; docs/models.md.
+
+    Args:
+        in_chans: channels of the image.
+        num_classes: width of the logits; 0 gives pooled features.
+        global_pool: "avg", "max", "avgmax", "catavgmax", or "" for none.
+        dims, depths, ngroups, chunk_sizes: channels, blocks, groups of B and C, and tokens of a scan block of each stage;
+            any number of stages. `chunk_sizes` is never part of the result.
+        patch_size: stride of the patch embedding; each later stage halves the map. Images and maps are padded with zeros
+            at the right and bottom to a multiple.
+        expand, headdim, d_state: of the mixer: inner width over channels, channels of a head, size of the state.
+        directions: 1, 2 or 4 scan directions: row, row reversed, column, column reversed.
+        mlp_ratio: hidden width of the MLP over channels.
+        drop_rate: dropout before the classifier.
+        drop_path_rate: stochastic depth of the last block; grows linearly from 0 over the blocks.
+        backend: who computes the scans: "auto" or a name of the registry; `set_backend` changes it on a live model.
+        img_size: the size that the model is made for; recorded, restricts nothing.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: sizes do not fit each other, or the backend is unknown; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        dims: Sequence[int] = (96, 192, 384, 768),
+        depths: Sequence[int] = (2, 2, 6, 2),
+        ngroups: Sequence[int] = (1, 2, 4, 8),
+        chunk_sizes: Sequence[int] = (128, 128, 128, 64),
+        patch_size: int = 4,
+        expand: int = 2,
+        headdim: int = 64,
+        d_state: int = 128,
+        directions: int = 4,
+        mlp_ratio: float = 4.0,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        backend: str = "auto",
+        img_size: int | tuple[int, int] | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        for name, values in (("depths", depths), ("ngroups", ngroups), ("chunk_sizes", chunk_sizes)):
+            if len(values) != len(dims):
+                raise ValueError(f"{name}: expected {len(dims)} values, one for each of dims, got {tuple(values)}")
+        dd = {"device": device, "dtype": dtype}
+        self.num_classes, self.in_chans, self.global_pool, self.drop_rate = num_classes, in_chans, global_pool, drop_rate
+        self.output_fmt = "NHWC"
+        self.backend = backend
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, dims[0],
+            output_fmt=self.output_fmt, strict_img_size=False, dynamic_img_pad=True, **dd,
+        )  # fmt: skip
+        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        mixer = dict(
+            d_state=d_state, expand=expand, headdim=headdim, directions=directions, backend=backend,
+            exportable=is_exportable(),
+        )  # fmt: skip
+        self.stages = nn.Sequential(*[
+            VisionMamba2Stage(
+                dims[max(i - 1, 0)], dim, i > 0, rates[i],
+                mlp_ratio=mlp_ratio, ngroups=ngroups[i], chunk_size=chunk_sizes[i], **mixer, **dd,
+            )
+            for i, dim in enumerate(dims)
+        ])  # fmt: skip
+        self.feature_info = [
+            dict(num_chs=dim, reduction=patch_size * 2**i, module=f"stages.{i}") for i, dim in enumerate(dims)
+        ]
+        self.num_features = dims[-1]
+        self.norm = nn.LayerNorm(self.num_features, **dd)
+        self.head = ClassifierHead(
+            self.num_features, num_classes, global_pool, drop_rate, input_fmt=self.output_fmt, **dd
+        )
+        self.head_hidden_size = self.head.num_features
+        if not self.norm.weight.is_meta:
+            self.init_weights(needs_reset=False)
+
+    @torch.jit.ignore
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Give every parameter its initial value, in place; without `needs_reset` those that PyTorch's layers have not."""
+        for module in self.modules():
+            if isinstance(module, VisionMamba2Mixer):
+                module.reset_scan_parameters()
+            elif isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif needs_reset and isinstance(module, nn.Conv2d | nn.LayerNorm):
+                module.reset_parameters()
+
+    def _mixers(self) -> list[VisionMamba2Mixer]:
+        return [module for module in self.modules() if isinstance(module, VisionMamba2Mixer)]
+
+    @torch.jit.ignore
+    def set_backend(self, name: str) -> None:
+        """Choose who computes the scans from now on: "auto" or a name of the registry; ValueError for any other."""
+        for mixer in self._mixers():
+            mixer.set_backend(name)
+        self.backend = name
+
+    @torch.jit.ignore
+    def set_chunk_sizes(self, chunk_sizes: Sequence[int]) -> None:
+        """Choose the number of tokens that each stage's scans process as one block; the results stay the same."""
+        if len(chunk_sizes) != len(self.stages):
+            raise ValueError(f"chunk_sizes: expected {len(self.stages)} values, got {tuple(chunk_sizes)}")
+        for stage, size in zip(self.stages, chunk_sizes, strict=True):
+            for block in stage.blocks:
+                block.mixer.set_chunk_size(size)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Patterns of the parameters that weight decay must not touch and that timm would not find by their rank."""
+        return {"*.A_log", "*.dt_bias", "*.D"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that put each parameter into a layer, for layer-wise learning rates."""
+        fine = [(r"^stages\.(\d+)\.downsample", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None), (r"^norm", (99999,))]
+        return dict(stem=r"^patch_embed", blocks=r"^stages\.(\d+)" if coarse else fine)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """In training, keep the inputs of blocks alone and compute the rest again in the backward."""
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    @torch.jit.ignore
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new classifier (none for 0 classes), on the model's device and in its dtype; None keeps the pooling."""
+        self.num_classes = num_classes
+        self.head.reset(num_classes, global_pool, in_features=self.num_features, **get_device_dtype(self))
+        self.head_hidden_size = self.head.num_features
+        if global_pool is not None:
+            self.global_pool = global_pool
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Features, and the map after each stage of `indices`.
+
+        Args:
+            x: [B, in_chans, H, W] images.
+            indices: the last n stages if an int, all if None.
+            norm: apply the final norm to the map of the last stage (the only one that it fits).
+            stop_early: do not run stages after the last one asked for.
+            output_fmt: layout of the maps, "NCHW" or "NHWC"; the features are channel-last always.
+            intermediates_only: return the list of maps alone.
+        """
+        torch._assert(output_fmt in ("NCHW", "NHWC"), "output_fmt: expected NCHW or NHWC")
+        intermediates: list[Tensor] = []
+        take_indices, max_index = feature_take_indices(len(self.stages), indices)
+        last = len(self.stages) - 1
+        if torch.jit.is_scripting() or not stop_early:  # TorchScript cannot slice modules
+            stages = self.stages
+        else:
+            stages = self.stages[: max_index + 1]
+        x = self.patch_embed(x)
+        i = 0
+        for i, stage in enumerate(stages):
+            x = stage(x)
+            if i in take_indices:
+                taken = self.norm(x) if norm and i == last else x
+                intermediates.append(taken.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else taken)
+        if intermediates_only:
+            return intermediates
+        if i == last:
+            x = self.norm(x)
+        return x, intermediates
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what the maps of `indices` do not need; returns them as numbers of stages."""
+        take_indices, max_index = feature_take_indices(len(self.stages), indices)
+        ends_early = max_index < len(self.stages) - 1
+        if prune_norm or ends_early:
+            self.norm = nn.Identity().train(self.training)
+        self.stages = self.stages[: max_index + 1]
+        self.num_features = self.feature_info[max_index]["num_chs"]
+        if prune_head or ends_early:  # the head fits the last stage alone
+            self.reset_classifier(0, "")
+        return take_indices
+
+    def forward_features(self, x: Tensor) -> Tensor:  # [B, in_chans, H, W] -> [B, H/32, W/32, C]
+        return self.norm(self.stages(self.patch_embed(x)))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+_RENAMED = (
+    (r"^module\.", ""),
+    (r"^patch_embed\.(weight|bias)$", r"patch_embed.proj.\1"),
+    (r"^downsamples\.(\d+)\.", lambda m: f"stages.{int(m[1]) + 1}.downsample."),
+    (r"^stages\.(\d+)\.(\d+)\.", r"stages.\1.blocks.\2."),
+    (r"\.ffn\.net\.0\.", ".mlp.fc1."),
+    (r"\.ffn\.net\.2\.", ".mlp.fc2."),
+    (r"^final_norm\.", "norm."),
+    (r"^head\.(weight|bias)$", r"head.fc.\1"),
+)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module | None = None) -> dict[str, Tensor]:
+    """Parameter names of So-cean's network in ours; names that are ours stay, in any mixture and order."""
+    for key in ("state_dict", "model"):
+        if isinstance(state_dict.get(key), dict):
+            state_dict = state_dict[key]
+    renamed = {}
+    for name, value in state_dict.items():
+        for pattern, replacement in _RENAMED:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return renamed
+
+
+def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": url, "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": (7, 7), "crop_pct": 0.9,
+        "interpolation": "bicubic", "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj", "classifier": "head.fc", "license": "apache-2.0",
+        **kwargs,
+    }  # fmt: skip
+
+
+default_cfgs = generate_default_cfgs({
+    "vmamba2_nano_npu.untrained": _cfg(),
+    "vmamba2_tiny_npu.untrained": _cfg(),
+    "vmamba2_small_npu.untrained": _cfg(),
+    "vmamba2_base_npu.untrained": _cfg(),
+    "vmamba2_digits_npu.untrained": _cfg(
+        num_classes=10, input_size=(1, 28, 28), pool_size=(4, 4), crop_pct=1.0, interpolation="bilinear",
+        mean=(0.1307,), std=(0.3081,),
+    ),
+    "test_vmamba2_npu.untrained": _cfg(input_size=(3, 160, 160), pool_size=(5, 5)),
+})  # fmt: skip
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    return build_model_with_cfg(
+        VisionMamba2, variant, pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        # feature_cls "getter": maps are NCHW, as detection and segmentation heads expect, though the model is NHWC
+        feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True, feature_cls="getter"),
+        **kwargs,
+    )  # fmt: skip
+
+
+@register_model
+def vmamba2_nano_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
+    return _create("vmamba2_nano_npu", pretrained, **dict(dict(dims=(64, 128, 256, 512)), **kwargs))
+
+
+@register_model
+def vmamba2_tiny_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
+    return _create("vmamba2_tiny_npu", pretrained, **kwargs)
+
+
+@register_model
+def vmamba2_small_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
+    return _create("vmamba2_small_npu", pretrained, **dict(dict(depths=(2, 2, 15, 2)), **kwargs))
+
+
+@register_model
+def vmamba2_base_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
+    model = dict(dims=(128, 256, 512, 1024), depths=(2, 2, 15, 2))
+    return _create("vmamba2_base_npu", pretrained, **dict(model, **kwargs))
+
+
+@register_model
+def vmamba2_digits_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
+    model = dict(
+        dims=(32, 64, 96), depths=(1, 1, 2), ngroups=(1, 1, 1), chunk_sizes=(64, 64, 64),
+        patch_size=2, headdim=32, d_state=16,
+    )  # fmt: skip
+    return _create("vmamba2_digits_npu", pretrained, **dict(model, **kwargs))
+
+
+@register_model
+def test_vmamba2_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
+    model = dict(dims=(16, 32, 48, 64), depths=(1, 1, 1, 1), ngroups=(1, 2, 2, 4), headdim=16, d_state=16)
+    return _create("test_vmamba2_npu", pretrained, **dict(model, **kwargs))
