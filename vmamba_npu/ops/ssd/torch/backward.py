@@ -9,7 +9,6 @@ from .chunks import (
     Decays,
     Plan,
     Workspace,
-    at_border,
     from_group_states,
     gather,
     initial_group_states,
@@ -20,8 +19,12 @@ from .chunks import (
     to_group_states,
     to_skip,
     unchunk,
+    workspace,
 )
-from .forward import output
+from .forward import carried, chunk_adds, output, weighted_values
+
+# Elements of the states of all chunks that are kept rather than computed twice.
+KEPT_STATES = 1 << 22
 
 
 class Gradients:
@@ -48,26 +51,29 @@ def backward(
     initial = initial_group_states(x, B, initial_states, cu_seqlens)
     d_final = to_group_states(dfinal_states, groups, acc)
     step_arguments = (dt, dt_bias, dt_softplus, dt_min, dt_max, acc)
-    decays = Decays(steps(*step_arguments), A, groups, p)
+    decays = Decays(steps(*step_arguments), A, groups, x.shape[3], p)
     skip = to_skip(D, groups, acc)
     xs, Bs, Cs, zs, dys = (t if t is None else gather(t, p.index) for t in (x, B, C, z, dy))
     grads = Gradients(xs, Bs, zs, decays, skip, initial)
-    ws = Workspace(x.device, acc)
-    for rows, spans in p.blocks(x.shape[2], x.device):
-        before = _states_before(xs, Bs, Cs, decays, p, rows, spans, initial, ws)
-        d_states = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=acc, device=x.device)
-        for (c0, c1), states in reversed(list(zip(spans, before, strict=True))):
-            block = Block(xs, Bs, Cs, decays, p, rows, c0, c1, ws)
-            do = _before_gate(block, dys, zs)
-            weighted = block.by_group("weighted", block.x, block.of(decays.step * decays.out))
-            weighted_do = block.by_group("weighted_do", do, block.of(decays.into))
-            states, d_states_after = _walk(block, weighted, weighted_do, states, d_states, initial, d_final, grads)
-            carried = torch.bmm(block.C, states, out=ws("carried", *weighted.shape))
-            mixing, d_stepped = _inside(block, do, grads)
-            if zs is not None:
-                o = output(block, mixing, carried, skip)
-                block.store(grads.z, _gate_gradient(block.tokens(zs).to(acc), block.tokens(dys), o))
-            _through_states(block, do, weighted, weighted_do, carried, states, d_states_after, d_stepped, skip, grads)
+    with workspace(x.device, acc) as ws:
+        for rows, spans in p.blocks(x.shape[2], x.device):
+            walked = _walk_rows(xs, Bs, Cs, decays, p, rows, spans, initial, ws)
+            d_state = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=acc, device=x.device)
+            for (c0, c1), (state, states) in reversed(list(zip(spans, walked, strict=True))):
+                block = Block(xs, Bs, Cs, decays, p, rows, c0, c1, ws)
+                do = _before_gate(block, dys, zs)
+                weighted = weighted_values(block)
+                if states is None:
+                    states, _ = block.walk(chunk_adds(block, weighted), state, initial, None)
+                weighted_do = block.by_group("weighted_do", do, block.of(decays.into))
+                d_adds = torch.bmm(block.C.mT, weighted_do, out=ws("adds", *states.shape))
+                d_states, d_state = block.walk_back(d_adds, d_state, d_final, grads.initial)
+                through_state = carried(block, states)
+                mixing, d_stepped = _inside(block, do, grads)
+                if zs is not None:
+                    o = output(block, mixing, through_state, skip, block.empty_by_head("o"))
+                    block.store(grads.z, _gate_gradient(block.tokens(zs).to(acc), block.tokens(dys), o))
+                _through_states(block, do, weighted, weighted_do, through_state, states, d_states, d_stepped, skip, grads)
     untouched = p.untouched(len(initial) - 1)
     grads.initial[untouched] = d_final[untouched]
     d_raw, d_A = _finish_steps(grads, decays, p, A, step_arguments)
@@ -84,19 +90,20 @@ def backward(
     )
 
 
-def _states_before(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Tensor, ws: Workspace) -> list[Tensor]:
-    """State at the start of every block of these rows: [rows, G, N, h * P] each."""
-    states = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=initial.dtype, device=x.device)
-    before = []
-    for c0, c1 in spans:
-        before.append(states.clone())
-        if c1 == p.count:
-            break
-        block = Block(x, B, C, decays, p, rows, c0, c1, ws)
-        weighted = block.by_group("weighted", block.x, block.of(decays.step * decays.out))
-        for _ in block.walk(states, weighted, initial, None):
-            pass
-    return before
+def _walk_rows(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Tensor, ws: Workspace):
+    """For each block of these rows the state at its start [rows, G, N, h * P], and those of its chunks, or None for them
+    if they are too many to keep: then they are computed again when the block's turn comes."""
+    state = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=initial.dtype, device=x.device)
+    keep = p.count * state.numel() <= KEPT_STATES
+    walked = []
+    for number, (c0, c1) in enumerate(spans):
+        before, states = state.clone(), None
+        if keep or c1 < p.count:
+            block = Block(x, B, C, decays, p, rows, c0, c1, ws)
+            adds = chunk_adds(block, weighted_values(block))
+            states, state = block.walk(adds, before, initial, None, f"states{number if keep else ''}")
+        walked.append((before, states if keep else None))
+    return walked
 
 
 def _before_gate(block: Block, dy: Tensor, z: Tensor | None) -> Tensor:
@@ -111,30 +118,6 @@ def _before_gate(block: Block, dy: Tensor, z: Tensor | None) -> Tensor:
 def _gate_gradient(z: Tensor, dy: Tensor, o: Tensor) -> Tensor:
     sigmoid = z.sigmoid()
     return o.mul_(dy).mul_(sigmoid * (1 + z * (1 - sigmoid)))
-
-
-def _walk(block: Block, weighted, weighted_do, states, d_states, initial, d_final, grads) -> tuple[Tensor, Tensor]:
-    """State at the start, and gradient of the state at the end, of each chunk of the block: [b, N, h * P] each.
-
-    `states` is walked to the end of the block, `d_states` back to its start, in place.
-    """
-    shape = (block.grid[0], block.grid[1] * block.grid[2], *states.shape[2:])
-    at_start, d_at_end = block.ws("states", *shape), block.ws("d_states", *shape)
-    for i, state in block.walk(states, weighted, initial, None):
-        at_start[i].copy_(state)
-    C, weighted_do = block.per_chunk(block.C), block.per_chunk(weighted_do)
-    for i in reversed(range(block.grid[0])):
-        rows, sequences = at_border(block.plan.ends, block.c0 + i, block.rows)
-        if rows:
-            d_states[rows] += d_final[sequences]
-        d_at_end[i].copy_(d_states.flatten(0, 1))
-        block.decay_states(i, d_states)
-        d_states.flatten(0, 1).baddbmm_(C[i].mT, weighted_do[i])
-        rows, sequences = at_border(block.plan.begins, block.c0 + i, block.rows)
-        if rows:
-            grads.initial[sequences] = d_states[rows]
-            d_states[rows] = 0
-    return at_start.flatten(0, 1), d_at_end.flatten(0, 1)
 
 
 def _inside(block: Block, do: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]:
@@ -168,14 +151,14 @@ def _through_states(block: Block, do, weighted, weighted_do, carried, states, d_
     d_stepped = d_stepped.view(do.shape).addcmul_(block.heads_of(d_weighted), block.of(block.decays.out))
     to_state = block.heads_of(d_weighted.mul_(weighted)).sum(-1)
     kept = states.mul_(d_states).view(*block.grid, block.N, block.heads, block.P).sum((3, 5))
-    kept = kept * block.decays.whole[here]
+    kept = kept * block.decays.into[here][..., -1]
     # A decay at token u acts on all that passes over the border before u: tokens j < u <= l, and the states.
     over = grads.log_decay[here] + from_state - to_state
     grads.log_decay[here] = over.flip(-1).cumsum(-1).flip(-1) + (to_state.sum(-1) + kept)[..., None]
     grads.step[here] = torch.mul(d_stepped, block.x, out=block.empty_by_head("stepped")).sum(-1)
     if skip is not None:
         grads.D += torch.mul(do, block.x, out=block.empty_by_head("stepped")).sum((0, 1, 4))
-    dx = d_stepped.mul_(block.of(block.decays.step))
+    dx = torch.mul(d_stepped, block.of(block.decays.step), out=block.target("stepped", grads.x))
     block.store(grads.x, dx if skip is None else dx.addcmul_(do, skip))
 
 

@@ -1,7 +1,5 @@
 """One block of rows and chunks: its tensors in the layouts of the matrix products, and the walk of the state over it."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -21,17 +19,16 @@ class Block:
         self.b = self.grid[0] * self.grid[1] * self.grid[2]
         self.size, self.heads, self.P, self.N = p.size, x.shape[2] // B.shape[2], x.shape[3], B.shape[3]
         self.x = self.tokens(x)
-        self.B, self.C = self._maps("B", B), self._maps("C", C)
+        self.B, self.C = self._maps(B), self._maps(C)
 
     def tokens(self, t: Tensor) -> Tensor:
         """[rows, tokens, H, P] -> view [chunks, rows, G, h, size, P] (a padded copy at the tail)."""
         t = block(t, self.plan, self.rows, self.c0, self.c1)
         return t.unflatten(3, (self.grid[2], -1)).permute(0, 1, 3, 4, 2, 5)
 
-    def _maps(self, name: str, t: Tensor) -> Tensor:
-        """[rows, tokens, G, N] -> [b, size, N] contiguous."""
-        t = block(t, self.plan, self.rows, self.c0, self.c1).transpose(2, 3)
-        return self.ws(name, *t.shape).copy_(t).flatten(0, 2)
+    def _maps(self, t: Tensor) -> Tensor:
+        """[rows, tokens, G, N] -> [b, size, N]."""
+        return block(t, self.plan, self.rows, self.c0, self.c1).transpose(2, 3).flatten(0, 2).to(self.decays.step.dtype)
 
     def of(self, decay: Tensor) -> Tensor:
         """A per-token factor of this block: [chunks, rows, G, h, size, 1]."""
@@ -51,8 +48,16 @@ class Block:
         """[b, size, h * P] -> view [chunks, rows, G, h, size, P]."""
         return t.unflatten(0, self.grid).unflatten(4, (self.heads, self.P)).transpose(3, 4)
 
+    def target(self, name: str, t: Tensor) -> Tensor:
+        """Where to compute what `store` will write: a view of t itself, or a buffer if t is narrower or shorter."""
+        if t.dtype == self.ws.dtype and self.c1 * self.size <= t.shape[1]:
+            return self.tokens(t)
+        return self.empty_by_head(name)
+
     def store(self, target: Tensor, t: Tensor) -> None:
         """Write [chunks, rows, G, (h,) size, last] into target [rows, tokens, G * h, last], dropping the padding."""
+        if t.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            return
         t = t.permute(1, 0, -2, *range(2, t.ndim - 2), -1)  # [rows, chunks, size, G, (h,) last]
         target = target[self.rows, self.c0 * self.size : self.c1 * self.size]
         if target.shape[1] == t.shape[1] * self.size:
@@ -70,26 +75,49 @@ class Block:
         torch.sub(cs[..., :, None], cs[..., None, :], out=decay).tril_().exp_()
         return scores[:, None], decay.flatten(0, 2)
 
-    def walk(self, states: Tensor, weighted: Tensor, initial: Tensor, final: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """Carry `states` [rows, G, N, h * P] over the chunks, in place; yields (chunk, state at its start)."""
-        B, weighted = self.per_chunk(self.B), self.per_chunk(weighted)
-        for i in range(self.grid[0]):
+    def walk(
+        self, adds: Tensor, first: Tensor, initial: Tensor, final: Tensor | None, name: str = "states"
+    ) -> tuple[Tensor, Tensor]:
+        """States at the start of each chunk [b, N, h * P] and at the end of the block [rows, G, N, h * P].
+
+        adds: [b, N, h * P] what each chunk adds. first: [rows, G, N, h * P] at the start of the block. `initial` is
+        read and `final` written where a sequence begins or ends.
+        """
+        states = self._state_buffer(name)
+        states[0] = first
+        step_by_step = states.unbind(0)
+        adds = adds.view(self.grid[0], *first.shape).unbind(0)
+        for i, (decay, add) in enumerate(zip(self._whole(), adds, strict=True)):
             rows, sequences = at_border(self.plan.begins, self.c0 + i, self.rows)
             if rows:
-                states[rows] = initial[sequences]
-            flat = states.flatten(0, 1)
-            yield i, flat
-            self.decay_states(i, states)
-            flat.baddbmm_(B[i].mT, weighted[i])
-            if final is None:
-                continue
+                states[i, rows] = initial[sequences]
+            torch.addcmul(add, step_by_step[i], decay, out=step_by_step[i + 1])
+            rows, sequences = at_border(self.plan.ends, self.c0 + i, self.rows)
+            if rows and final is not None:
+                final[sequences] = states[i + 1, rows]
+        return states[:-1].flatten(0, 2), states[-1]
+
+    def walk_back(self, adds: Tensor, last: Tensor, d_final: Tensor, d_initial: Tensor) -> tuple[Tensor, Tensor]:
+        """As `walk`, for gradients, from the last chunk to the first: those at the end of each chunk, and at the start
+        of the block. `d_final` is read where a sequence ends, `d_initial` written where one begins."""
+        states = self._state_buffer("d_states")
+        states[-1] = last
+        step_by_step = states.unbind(0)
+        adds = adds.view(self.grid[0], *last.shape).unbind(0)
+        decays = self._whole()
+        for i in reversed(range(self.grid[0])):
             rows, sequences = at_border(self.plan.ends, self.c0 + i, self.rows)
             if rows:
-                final[sequences] = states[rows]
+                states[i + 1, rows] = d_final[sequences]
+            torch.addcmul(adds[i], step_by_step[i + 1], decays[i], out=step_by_step[i])
+            rows, sequences = at_border(self.plan.begins, self.c0 + i, self.rows)
+            if rows:
+                d_initial[sequences] = states[i, rows]
+        return states[1:].flatten(0, 2), states[0]
 
-    def per_chunk(self, t: Tensor) -> Tensor:
-        """[b, ...] -> [chunks, rows * G, ...]."""
-        return t.unflatten(0, (self.grid[0], -1))
+    def _state_buffer(self, name: str) -> Tensor:
+        chunks, rows, groups = self.grid
+        return self.ws(name, chunks + 1, rows, groups, self.N, self.heads * self.P)
 
-    def decay_states(self, i: int, states: Tensor) -> None:
-        states.unflatten(3, (self.heads, self.P)).mul_(self.decays.whole[self.c0 + i, self.rows][:, :, None, :, None])
+    def _whole(self) -> tuple[Tensor, ...]:
+        return self.decays.whole[self.c0 : self.c1, self.rows].unbind(0)

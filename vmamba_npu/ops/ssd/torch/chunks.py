@@ -1,8 +1,10 @@
 """How tokens are laid out in chunks, steps and decays per chunk, and reused working memory."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from threading import local
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from ....backends.tensors import at_least_float32
 # enter, since the result does not depend on it (benchmarks/results/cpu_ssd.json was measured with this value).
 CHUNK = 64
 # Elements of a block's [tokens x tokens] matrices: on a CPU they should stay in the second-level cache.
-BLOCK_ELEMENTS = {"cpu": 1 << 19}
+BLOCK_ELEMENTS = {"cpu": 1 << 18}
 BLOCK_ELEMENTS_ELSEWHERE = 1 << 27
 
 Borders = dict[int, list[tuple[int, int]]]  # chunk -> (row, sequence) pairs; sequence -1 stands for a zero state
@@ -115,18 +117,37 @@ def scatter(t: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
     return flat[:-1].unflatten(0, like.shape[:2])
 
 
+# Fresh memory pages cost more on a CPU than the arithmetic on them, so each thread keeps this much from call to call.
+KEPT_BYTES = 32 << 20
+_THREAD = local()
+
+
 class Workspace:
-    """Buffers that keep their memory from block to block: fresh pages cost more here than the arithmetic on them."""
+    """Named buffers that keep their memory from block to block."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        self._device, self._dtype, self._kept = device, dtype, {}
+        self.device, self.dtype = device, dtype
+        self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         size = prod(shape)
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < size:
-            kept = self._kept[name] = torch.empty(size, dtype=self._dtype, device=self._device)
-        return kept[:size].view(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        return buffer[:size].view(shape)
+
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+@contextmanager
+def workspace(device: torch.device, dtype: torch.dtype) -> Iterator[Workspace]:
+    """A workspace for one call: on a CPU the one that this thread has kept, elsewhere (allocators cache there) a new one."""
+    ws = _THREAD.__dict__.pop(dtype, None) if device.type == "cpu" else None
+    ws = ws or Workspace(device, dtype)
+    yield ws
+    if device.type == "cpu" and ws.bytes() <= KEPT_BYTES:
+        _THREAD.__dict__[dtype] = ws
 
 
 def block(t: Tensor, p: Plan, rows: slice, c0: int, c1: int) -> Tensor:
@@ -157,17 +178,20 @@ class Decays:
 
     step: effective steps, 0 at padding.      cs: sum of step * A inside the chunk up to each token.
     into: exp(cs), what reaches a token of the state before the chunk.
-    out: exp(cs_last - cs), what a token's term has left at the end of the chunk.      whole: exp(cs_last).
+    out: exp(cs_last - cs), what a token's term has left at the end of the chunk.
+    weight: step * out.      whole: exp(cs_last), once for each column of the state.
     """
 
-    def __init__(self, step: Tensor, A: Tensor, groups: int, p: Plan):
+    def __init__(self, step: Tensor, A: Tensor, groups: int, P: int, p: Plan):
         chunked = block(gather(step, p.index), p, slice(None), 0, p.count)  # [chunks, rows, size, H]
         chunked = chunked.unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()
         self.step = chunked
         self.cs = (chunked * A.to(step.dtype).view(groups, -1, 1)).cumsum(-1)
         self.into = self.cs.exp()
         self.out = (self.cs[..., -1:] - self.cs).exp()
-        self.whole = self.into[..., -1]
+        self.weight = self.step * self.out
+        # [chunks, rows, G, 1, h * P]: a factor for every column of a state, so that carrying it is one long loop.
+        self.whole = self.into[..., -1, None].expand(*self.into.shape[:-1], P).flatten(3)[..., None, :]
 
 
 def to_group_states(states: Tensor, groups: int, acc: torch.dtype) -> Tensor:
@@ -192,7 +216,9 @@ def initial_group_states(x: Tensor, B: Tensor, initial_states: Tensor | None, cu
 
 def at_border(borders: Borders, chunk: int, rows: slice) -> tuple[list[int], list[int]]:
     """Rows of the block (relative to its first) and sequences that begin or end at this chunk."""
-    here = [(r - rows.start, s) for r, s in borders.get(chunk, ()) if rows.start <= r < rows.stop]
+    if chunk not in borders:
+        return [], []
+    here = [(r - rows.start, s) for r, s in borders[chunk] if rows.start <= r < rows.stop]
     return [r for r, _ in here], [s for _, s in here]
 
 
