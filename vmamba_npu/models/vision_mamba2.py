@@ -12,7 +12,6 @@ from timm.layers import (
     ClassifierHead,
     DropPath,
     Mlp,
-    PatchEmbed,
     calculate_drop_path_rates,
     get_device_dtype,
     is_exportable,
@@ -24,7 +23,7 @@ from timm.models import (
     generate_default_cfgs,
     register_model,
 )
-from timm.models._features import feature_take_indices
+from timm.models._features import FeatureGetterNet, feature_take_indices
 from torch import Tensor
 
 from ..layers.vision import DepthwiseConv2d, VisionMamba2Mixer
@@ -56,8 +55,20 @@ class VisionMamba2Block(nn.Module):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches of an image, which zeros at its right and bottom extend to a multiple of the patch."""
+
+    def __init__(self, in_chans: int, dim: int, patch_size: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype)
+        self.margin = patch_size - 1  # always padded by this: the convolution leaves what fills no patch, no test of sizes
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, in_chans, H, W] -> [B, ceil(H/patch), ceil(W/patch), dim]
+        return self.proj(F.pad(x, (0, self.margin, 0, self.margin))).permute(0, 2, 3, 1)
+
+
 class Downsample(nn.Module):
-    """Halves the map, padded with zeros at the right and bottom to even sizes; then a norm."""
+    """Halves the map, which zeros at its right and bottom extend to even sizes; then a norm."""
 
     def __init__(self, dim: int, out_dim: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -65,8 +76,8 @@ class Downsample(nn.Module):
         self.norm = nn.LayerNorm(out_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, H, W, dim] -> [B, ceil(H/2), ceil(W/2), out_dim]
-        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
-        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        x = F.pad(x, (0, 0, 0, 1, 0, 1)).permute(0, 3, 1, 2)  # as in PatchEmbed
+        return self.norm(self.conv(x).permute(0, 2, 3, 1))
 
 
 class VisionMamba2Stage(nn.Module):
@@ -144,10 +155,7 @@ class VisionMamba2(nn.Module):
         self.num_classes, self.in_chans, self.global_pool, self.drop_rate = num_classes, in_chans, global_pool, drop_rate
         self.output_fmt = "NHWC"
         self.backend = backend
-        self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, dims[0],
-            output_fmt=self.output_fmt, strict_img_size=False, dynamic_img_pad=True, **dd,
-        )  # fmt: skip
+        self.patch_embed = PatchEmbed(in_chans, dims[0], patch_size, **dd)
         rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         mixer = dict(
             d_state=d_state, expand=expand, headdim=headdim, directions=directions, backend=backend,
@@ -298,6 +306,18 @@ class VisionMamba2(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
+class FeatureMaps(FeatureGetterNet):
+    """What `features_only` gives: the maps as NCHW, which detection and segmentation heads expect of any backbone."""
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.model.set_grad_checkpointing(enable)
+
+    @torch.jit.ignore
+    def set_backend(self, name: str) -> None:
+        self.model.set_backend(name)
+
+
 _RENAMED = (
     (r"^module\.", ""),
     (r"^patch_embed\.(weight|bias)$", r"patch_embed.proj.\1"),
@@ -349,43 +369,45 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     return build_model_with_cfg(
         VisionMamba2, variant, pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        # feature_cls "getter": maps are NCHW, as detection and segmentation heads expect, though the model is NHWC
-        feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True, feature_cls="getter"),
+        feature_cfg=dict(out_indices=tuple(range(len(kwargs["depths"]))), flatten_sequential=True, feature_cls=FeatureMaps),
         **kwargs,
     )  # fmt: skip
 
 
 @register_model
 def vmamba2_nano_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
-    return _create("vmamba2_nano_npu", pretrained, **dict(dict(dims=(64, 128, 256, 512)), **kwargs))
+    sizes = dict(dims=(64, 128, 256, 512), depths=(2, 2, 6, 2))
+    return _create("vmamba2_nano_npu", pretrained, **dict(sizes, **kwargs))
 
 
 @register_model
 def vmamba2_tiny_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
-    return _create("vmamba2_tiny_npu", pretrained, **kwargs)
+    sizes = dict(dims=(96, 192, 384, 768), depths=(2, 2, 6, 2))
+    return _create("vmamba2_tiny_npu", pretrained, **dict(sizes, **kwargs))
 
 
 @register_model
 def vmamba2_small_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
-    return _create("vmamba2_small_npu", pretrained, **dict(dict(depths=(2, 2, 15, 2)), **kwargs))
+    sizes = dict(dims=(96, 192, 384, 768), depths=(2, 2, 15, 2))
+    return _create("vmamba2_small_npu", pretrained, **dict(sizes, **kwargs))
 
 
 @register_model
 def vmamba2_base_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
-    model = dict(dims=(128, 256, 512, 1024), depths=(2, 2, 15, 2))
-    return _create("vmamba2_base_npu", pretrained, **dict(model, **kwargs))
+    sizes = dict(dims=(128, 256, 512, 1024), depths=(2, 2, 15, 2))
+    return _create("vmamba2_base_npu", pretrained, **dict(sizes, **kwargs))
 
 
 @register_model
 def vmamba2_digits_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
-    model = dict(
+    sizes = dict(
         dims=(32, 64, 96), depths=(1, 1, 2), ngroups=(1, 1, 1), chunk_sizes=(64, 64, 64),
         patch_size=2, headdim=32, d_state=16,
     )  # fmt: skip
-    return _create("vmamba2_digits_npu", pretrained, **dict(model, **kwargs))
+    return _create("vmamba2_digits_npu", pretrained, **dict(sizes, **kwargs))
 
 
 @register_model
 def test_vmamba2_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
-    model = dict(dims=(16, 32, 48, 64), depths=(1, 1, 1, 1), ngroups=(1, 2, 2, 4), headdim=16, d_state=16)
-    return _create("test_vmamba2_npu", pretrained, **dict(model, **kwargs))
+    sizes = dict(dims=(16, 32, 48, 64), depths=(1, 1, 1, 1), ngroups=(1, 2, 2, 4), headdim=16, d_state=16)
+    return _create("test_vmamba2_npu", pretrained, **dict(sizes, **kwargs))
