@@ -62,11 +62,11 @@ def backward(
             for (c0, c1), (state, states) in reversed(list(zip(spans, walked, strict=True))):
                 block = Block(xs, Bs, Cs, decays, p, rows, c0, c1, ws)
                 do = _before_gate(block, dys, zs)
-                weighted = weighted_values(block)
+                weighted = weighted_values(block, "weighted")
                 if states is None:
                     states, _ = block.walk(chunk_adds(block, weighted), state, initial, None)
                 weighted_do = block.by_group("weighted_do", do, block.of(decays.into))
-                d_adds = torch.bmm(block.C.mT, weighted_do, out=ws("adds", *states.shape))
+                d_adds = torch.bmm(block.C.mT, weighted_do, out=ws("columns", *states.shape))
                 d_states, d_state = block.walk_back(d_adds, d_state, d_final, grads.initial)
                 through_state = carried(block, states)
                 mixing, d_stepped = _inside(block, do, grads)
@@ -100,7 +100,7 @@ def _walk_rows(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Te
         before, states = state.clone(), None
         if keep or c1 < p.count:
             block = Block(x, B, C, decays, p, rows, c0, c1, ws)
-            adds = chunk_adds(block, weighted_values(block))
+            adds = chunk_adds(block, weighted_values(block, "values"))
             states, state = block.walk(adds, before, initial, None, f"states{number if keep else ''}")
         walked.append((before, states if keep else None))
     return walked
@@ -127,7 +127,7 @@ def _inside(block: Block, do: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]
     """
     ws, size, here = block.ws, block.size, (slice(block.c0, block.c1), block.rows)
     scores, mixing = block.inside()
-    stepped = torch.mul(block.x, block.of(block.decays.step), out=block.empty_by_head("stepped")).flatten(0, 3)
+    stepped = torch.mul(block.x, block.of(block.decays.step), out=block.empty_by_head("values")).flatten(0, 3)
     do = do.flatten(0, 3)
     d_mixing = torch.bmm(do, stepped.mT, out=ws("d_mixing", do.shape[0], size, size)).view(mixing.shape).mul_(mixing)
     d_scores = torch.sum(d_mixing, 1, out=ws("d_scores", block.b, size, size)).tril_()
@@ -147,7 +147,7 @@ def _through_states(block: Block, do, weighted, weighted_do, carried, states, d_
     block.store(grads.C, dC.baddbmm_(weighted_do, states.mT).unflatten(0, block.grid))
     block.store(grads.B, dB.baddbmm_(weighted, d_states.mT).unflatten(0, block.grid))
     from_state = block.heads_of(carried.mul_(weighted_do)).sum(-1)
-    d_weighted = torch.bmm(block.B, d_states, out=ws("carried", *weighted.shape))
+    d_weighted = torch.bmm(block.B, d_states, out=ws("columns", *weighted.shape))
     d_stepped = d_stepped.view(do.shape).addcmul_(block.heads_of(d_weighted), block.of(block.decays.out))
     to_state = block.heads_of(d_weighted.mul_(weighted)).sum(-1)
     kept = states.mul_(d_states).view(*block.grid, block.N, block.heads, block.P).sum((3, 5))
@@ -155,10 +155,10 @@ def _through_states(block: Block, do, weighted, weighted_do, carried, states, d_
     # A decay at token u acts on all that passes over the border before u: tokens j < u <= l, and the states.
     over = grads.log_decay[here] + from_state - to_state
     grads.log_decay[here] = over.flip(-1).cumsum(-1).flip(-1) + (to_state.sum(-1) + kept)[..., None]
-    grads.step[here] = torch.mul(d_stepped, block.x, out=block.empty_by_head("stepped")).sum(-1)
+    grads.step[here] = torch.mul(d_stepped, block.x, out=block.empty_by_head("values")).sum(-1)
     if skip is not None:
-        grads.D += torch.mul(do, block.x, out=block.empty_by_head("stepped")).sum((0, 1, 4))
-    dx = torch.mul(d_stepped, block.of(block.decays.step), out=block.target("stepped", grads.x))
+        grads.D += torch.mul(do, block.x, out=block.empty_by_head("values")).sum((0, 1, 4))
+    dx = torch.mul(d_stepped, block.of(block.decays.step), out=block.target("values", grads.x))
     block.store(grads.x, dx if skip is None else dx.addcmul_(do, skip))
 
 

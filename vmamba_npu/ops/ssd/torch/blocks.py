@@ -88,12 +88,12 @@ class Block:
         step_by_step = states.unbind(0)
         adds = adds.view(self.grid[0], *first.shape).unbind(0)
         for i, (decay, add) in enumerate(zip(self._whole(), adds, strict=True)):
-            rows, sequences = at_border(self.plan.begins, self.c0 + i, self.rows)
-            if rows:
+            if self.c0 + i in self.plan.begins:
+                rows, sequences = at_border(self.plan.begins[self.c0 + i], self.rows)
                 states[i, rows] = initial[sequences]
             torch.addcmul(add, step_by_step[i], decay, out=step_by_step[i + 1])
-            rows, sequences = at_border(self.plan.ends, self.c0 + i, self.rows)
-            if rows and final is not None:
+            if final is not None and self.c0 + i in self.plan.ends:
+                rows, sequences = at_border(self.plan.ends[self.c0 + i], self.rows)
                 final[sequences] = states[i + 1, rows]
         return states[:-1].flatten(0, 2), states[-1]
 
@@ -106,12 +106,12 @@ class Block:
         adds = adds.view(self.grid[0], *last.shape).unbind(0)
         decays = self._whole()
         for i in reversed(range(self.grid[0])):
-            rows, sequences = at_border(self.plan.ends, self.c0 + i, self.rows)
-            if rows:
+            if self.c0 + i in self.plan.ends:
+                rows, sequences = at_border(self.plan.ends[self.c0 + i], self.rows)
                 states[i + 1, rows] = d_final[sequences]
             torch.addcmul(adds[i], step_by_step[i + 1], decays[i], out=step_by_step[i])
-            rows, sequences = at_border(self.plan.begins, self.c0 + i, self.rows)
-            if rows:
+            if self.c0 + i in self.plan.begins:
+                rows, sequences = at_border(self.plan.begins[self.c0 + i], self.rows)
                 d_initial[sequences] = states[i, rows]
         return states[1:].flatten(0, 2), states[0]
 

@@ -118,7 +118,7 @@ def scatter(t: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
 
 
 # Fresh memory pages cost more on a CPU than the arithmetic on them, so each thread keeps this much from call to call.
-KEPT_BYTES = 32 << 20
+KEPT_BYTES = 64 << 20
 _THREAD = local()
 
 
@@ -128,13 +128,20 @@ class Workspace:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str | int, ...], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        size = prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return buffer[:size].view(shape)
+        view = self._views.get((name, *shape))
+        if view is None:
+            size = prod(shape)
+            if name not in self._buffers or self._buffers[name].numel() < size:
+                self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+                self._views = {key: t for key, t in self._views.items() if key[0] != name}
+            view = self._views[(name, *shape)] = self._buffers[name][:size].view(shape)
+        return view
+
+    def __len__(self) -> int:
+        return len(self._views)
 
     def bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
@@ -144,9 +151,9 @@ class Workspace:
 def workspace(device: torch.device, dtype: torch.dtype) -> Iterator[Workspace]:
     """A workspace for one call: on a CPU the one that this thread has kept, elsewhere (allocators cache there) a new one."""
     ws = _THREAD.__dict__.pop(dtype, None) if device.type == "cpu" else None
-    ws = ws or Workspace(device, dtype)
+    ws = Workspace(device, dtype) if ws is None else ws
     yield ws
-    if device.type == "cpu" and ws.bytes() <= KEPT_BYTES:
+    if device.type == "cpu" and ws.bytes() <= KEPT_BYTES and len(ws) <= 1000:
         _THREAD.__dict__[dtype] = ws
 
 
@@ -214,11 +221,11 @@ def initial_group_states(x: Tensor, B: Tensor, initial_states: Tensor | None, cu
     return torch.zeros(sequences + 1, G, N, x.shape[2] // G * x.shape[3], dtype=acc, device=x.device)
 
 
-def at_border(borders: Borders, chunk: int, rows: slice) -> tuple[list[int], list[int]]:
-    """Rows of the block (relative to its first) and sequences that begin or end at this chunk."""
-    if chunk not in borders:
-        return [], []
-    here = [(r - rows.start, s) for r, s in borders[chunk] if rows.start <= r < rows.stop]
+def at_border(pairs: list[tuple[int, int]], rows: slice) -> tuple[slice | list[int], slice | list[int]]:
+    """Rows of the block (relative to its first) and sequences, of the (row, sequence) pairs at one chunk."""
+    here = [(r - rows.start, s) for r, s in pairs if rows.start <= r < rows.stop]
+    if all(s == r + rows.start for r, s in here) and len(here) == rows.stop - rows.start:
+        return slice(None), rows
     return [r for r, _ in here], [s for _, s in here]
 
 

@@ -25,7 +25,7 @@ def forward(
             state = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=acc, device=x.device)
             for c0, c1 in spans:
                 block = Block(xs, Bs, Cs, decays, p, rows, c0, c1, ws)
-                states, state = block.walk(chunk_adds(block, weighted_values(block)), state, initial, final)
+                states, state = block.walk(chunk_adds(block, weighted_values(block, "values")), state, initial, final)
                 scores, decay = block.inside()
                 o = output(block, decay.mul_(scores), carried(block, states), skip, block.target("o", y))
                 if zs is not None:
@@ -34,24 +34,24 @@ def forward(
     return scatter(y, p.index, x), from_group_states(final, x.shape[3])
 
 
-def weighted_values(block: Block) -> Tensor:
+def weighted_values(block: Block, buffer: str) -> Tensor:
     """x times what of its step is left at the end of the chunk, [b, size, h * P]."""
-    return block.by_group("weighted", block.x, block.of(block.decays.weight))
+    return block.by_group(buffer, block.x, block.of(block.decays.weight))
 
 
 def chunk_adds(block: Block, weighted: Tensor) -> Tensor:
     """What each chunk adds to the state [b, N, h * P]."""
-    return torch.bmm(block.B.mT, weighted, out=block.ws("adds", block.b, block.N, weighted.shape[2]))
+    return torch.bmm(block.B.mT, weighted, out=block.ws("columns", block.b, block.N, weighted.shape[2]))
 
 
 def carried(block: Block, states: Tensor) -> Tensor:
     """C times the state before the chunk, [b, size, h * P]."""
-    return torch.bmm(block.C, states, out=block.ws("carried", block.b, block.size, states.shape[2]))
+    return torch.bmm(block.C, states, out=block.ws("columns", block.b, block.size, states.shape[2]))
 
 
 def output(block: Block, mixing: Tensor, carried: Tensor, skip: Tensor | None, out: Tensor) -> Tensor:
     """Output before the gate, [chunks, rows, G, h, size, P], into `out`; mixing is [b, h, size, size]."""
-    stepped = torch.mul(block.x, block.of(block.decays.step), out=block.empty_by_head("stepped"))
+    stepped = torch.mul(block.x, block.of(block.decays.step), out=block.empty_by_head("values"))
     inner = block.empty_by_head("inner")
     torch.bmm(mixing.flatten(0, 1), stepped.flatten(0, 3), out=inner.flatten(0, 3))
     torch.addcmul(inner, block.heads_of(carried), block.of(block.decays.into), out=out)
