@@ -1,0 +1,1 @@
+"""One module a question; `python -m benchmarks.<name>`. Results are recorded in benchmarks/results/."""
