@@ -359,7 +359,7 @@ default_cfgs = generate_default_cfgs({
     "vmamba2_base_npu.untrained": _cfg(),
     "vmamba2_digits_npu.untrained": _cfg(
         num_classes=10, input_size=(1, 28, 28), pool_size=(4, 4), crop_pct=1.0, interpolation="bilinear",
-        mean=(0.1307,), std=(0.3081,),
+        mean=(0.1313,), std=(0.3086,),
     ),
     "test_vmamba2_npu.untrained": _cfg(input_size=(3, 160, 160), pool_size=(5, 5)),
 })  # fmt: skip
@@ -401,8 +401,8 @@ def vmamba2_base_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
 @register_model
 def vmamba2_digits_npu(pretrained: bool = False, **kwargs: Any) -> VisionMamba2:
     sizes = dict(
-        dims=(32, 64, 96), depths=(1, 1, 2), ngroups=(1, 1, 1), chunk_sizes=(64, 64, 64),
-        patch_size=2, headdim=32, d_state=16,
+        dims=(32, 64, 128), depths=(1, 1, 1), ngroups=(1, 1, 1), chunk_sizes=(64, 64, 64),
+        patch_size=2, d_state=16, mlp_ratio=3.0,
     )  # fmt: skip
     return _create("vmamba2_digits_npu", pretrained, **dict(sizes, **kwargs))
 
