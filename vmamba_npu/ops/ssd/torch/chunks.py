@@ -15,8 +15,8 @@ from ....backends.tensors import at_least_float32
 # Tokens per chunk: the in-chunk work grows with it, the work on states shrinks; the argument `chunk_size` does not
 # enter, since the result does not depend on it (benchmarks/results/cpu_ssd.json was measured with this value).
 CHUNK = 64
-# Elements of a block's [tokens x tokens] matrices: on a CPU they should stay in the second-level cache.
-BLOCK_ELEMENTS = {"cpu": 1 << 18}
+# Elements of a block's [tokens x tokens] matrices: on a CPU few enough to stay in its caches.
+BLOCK_ELEMENTS = {"cpu": 1 << 20}
 BLOCK_ELEMENTS_ELSEWHERE = 1 << 27
 
 Borders = dict[int, list[tuple[int, int]]]  # chunk -> (row, sequence) pairs; sequence -1 stands for a zero state
@@ -118,7 +118,7 @@ def scatter(t: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
 
 
 # Fresh memory pages cost more on a CPU than the arithmetic on them, so each thread keeps this much from call to call.
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 96 << 20
 _THREAD = local()
 
 
