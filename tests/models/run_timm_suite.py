@@ -1,6 +1,6 @@
 """Run timm's own tests/test_models.py on the models of this package.
 
-    python tests/models/run_timm_suite.py                                  every vmamba2 model (base and small take long)
+    python tests/models/run_timm_suite.py                                  every model of the family (some minutes)
     python tests/models/run_timm_suite.py test_vmamba2_npu -- -k fx -x     one model; after `--` arguments of pytest
     python tests/models/run_timm_suite.py --sdist timm-1.0.31.tar.gz       without network
 

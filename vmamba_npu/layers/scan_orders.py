@@ -7,7 +7,7 @@ DIRECTIONS = ("row", "row reversed", "column", "column reversed")
 
 
 def to_scans(x: Tensor, directions: int) -> Tensor:
-    """The tokens of a map, once for each of the first `directions` directions: [B, H, W, C] -> [B, H*W, directions, C]."""
+    """The tokens of a map in the order of each of the first directions: [B, H, W, C] -> [B, H*W, directions, C]."""
     rows = x.flatten(1, 2)
     if directions == 1:
         return rows.unsqueeze(2)

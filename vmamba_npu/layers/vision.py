@@ -28,8 +28,8 @@ class DepthwiseConv2d(nn.Conv2d):
 class VisionMamba2Mixer(nn.Module):
     """State space mixer of a map: every token reads the map along 1, 2 or 4 scan directions that share all parameters.
 
-    The directions are heads and groups of one SSD call (direction-major), over the values that the convolution gave once.
-    Skip and gate belong to the token, so they are applied once, to the mean of the directions.
+    The directions are heads and groups of one SSD call (direction-major), on values that were computed
+    once. Skip and gate belong to the token, so they are applied once too, to the mean of the directions.
 
     Source: VMamba's cross scan (arXiv:2401.10166) with the SSD of Mamba-2 (arXiv:2405.21060); docs/models.md.
 

@@ -2,101 +2,21 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import (
-    ClassifierHead,
-    DropPath,
-    Mlp,
-    calculate_drop_path_rates,
-    get_device_dtype,
-    is_exportable,
-    trunc_normal_,
-)
-from timm.models import (
-    build_model_with_cfg,
-    checkpoint_seq,
-    generate_default_cfgs,
-    register_model,
-)
-from timm.models._features import FeatureGetterNet, feature_take_indices
+from timm.layers import ClassifierHead, calculate_drop_path_rates, get_device_dtype, is_exportable, trunc_normal_
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
 from torch import Tensor
 
-from ..layers.vision import DepthwiseConv2d, VisionMamba2Mixer
+from ..layers.vision import VisionMamba2Mixer
+from .pyramid import FeatureMaps, PatchEmbed, Stage
 
 __all__ = ["VisionMamba2"]
-
-
-class VisionMamba2Block(nn.Module):
-    """Mixer and MLP, each after a depthwise convolution that tells the tokens where they are; all four are residual."""
-
-    def __init__(
-        self, dim: int, mlp_ratio: float = 4.0, drop_path: float = 0.0, device=None, dtype=None, **mixer: Any
-    ) -> None:
-        super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        self.cpe1 = DepthwiseConv2d(dim, **dd)
-        self.norm1 = nn.LayerNorm(dim, **dd)
-        self.mixer = VisionMamba2Mixer(dim, **mixer, **dd)
-        self.cpe2 = DepthwiseConv2d(dim, **dd)
-        self.norm2 = nn.LayerNorm(dim, **dd)
-        self.mlp = Mlp(dim, int(mlp_ratio * dim), **dd)
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, H, W, C] -> [B, H, W, C]
-        x = x + self.cpe1(x)
-        x = x + self.drop_path1(self.mixer(self.norm1(x)))
-        x = x + self.cpe2(x)
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
-
-
-class PatchEmbed(nn.Module):
-    """Non-overlapping patches of an image, which zeros at its right and bottom extend to a multiple of the patch."""
-
-    def __init__(self, in_chans: int, dim: int, patch_size: int, device=None, dtype=None) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype)
-        self.margin = patch_size - 1  # always padded by this: the convolution leaves what fills no patch, no test of sizes
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, in_chans, H, W] -> [B, ceil(H/patch), ceil(W/patch), dim]
-        return self.proj(F.pad(x, (0, self.margin, 0, self.margin))).permute(0, 2, 3, 1)
-
-
-class Downsample(nn.Module):
-    """Halves the map, which zeros at its right and bottom extend to even sizes; then a norm."""
-
-    def __init__(self, dim: int, out_dim: int, device=None, dtype=None) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(dim, out_dim, 2, stride=2, device=device, dtype=dtype)
-        self.norm = nn.LayerNorm(out_dim, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, H, W, dim] -> [B, ceil(H/2), ceil(W/2), out_dim]
-        x = F.pad(x, (0, 0, 0, 1, 0, 1)).permute(0, 3, 1, 2)  # as in PatchEmbed
-        return self.norm(self.conv(x).permute(0, 2, 3, 1))
-
-
-class VisionMamba2Stage(nn.Module):
-    """Downsampling (not in the first stage) and blocks."""
-
-    def __init__(
-        self, in_dim: int, dim: int, downsample: bool, drop_path: list[float], device=None, dtype=None, **block: Any
-    ) -> None:
-        super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        self.grad_checkpointing = False
-        self.downsample = Downsample(in_dim, dim, **dd) if downsample else nn.Identity()
-        self.blocks = nn.Sequential(*[VisionMamba2Block(dim, drop_path=rate, **block, **dd) for rate in drop_path])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.downsample(x)
-        if self.grad_checkpointing and self.training and not torch.jit.is_scripting():
-            return checkpoint_seq(self.blocks, x)
-        return self.blocks(x)
 
 
 class VisionMamba2(nn.Module):
@@ -108,10 +28,10 @@ class VisionMamba2(nn.Module):
         in_chans: channels of the image.
         num_classes: width of the logits; 0 gives pooled features.
         global_pool: "avg", "max", "avgmax", "catavgmax", or "" for none.
-        dims, depths, ngroups, chunk_sizes: channels, blocks, groups of B and C, and tokens of a scan block of each stage;
-            any number of stages. `chunk_sizes` is never part of the result.
-        patch_size: stride of the patch embedding; each later stage halves the map. Images and maps are padded with zeros
-            at the right and bottom to a multiple.
+        dims, depths, ngroups, chunk_sizes: channels, blocks, groups of B and C, and tokens that a scan processes as one
+            block, for each stage; any number of stages. `chunk_sizes` is never part of the result.
+        patch_size: stride of the patch embedding; each later stage halves the map. Images and maps are padded with
+            zeros at the right and bottom to a multiple.
         expand, headdim, d_state: of the mixer: inner width over channels, channels of a head, size of the state.
         directions: 1, 2 or 4 scan directions: row, row reversed, column, column reversed.
         mlp_ratio: hidden width of the MLP over channels.
@@ -152,7 +72,12 @@ class VisionMamba2(nn.Module):
             if len(values) != len(dims):
                 raise ValueError(f"{name}: expected {len(dims)} values, one for each of dims, got {tuple(values)}")
         dd = {"device": device, "dtype": dtype}
-        self.num_classes, self.in_chans, self.global_pool, self.drop_rate = num_classes, in_chans, global_pool, drop_rate
+        self.num_classes, self.in_chans, self.global_pool, self.drop_rate = (
+            num_classes,
+            in_chans,
+            global_pool,
+            drop_rate,
+        )
         self.output_fmt = "NHWC"
         self.backend = backend
         self.patch_embed = PatchEmbed(in_chans, dims[0], patch_size, **dd)
@@ -161,13 +86,11 @@ class VisionMamba2(nn.Module):
             d_state=d_state, expand=expand, headdim=headdim, directions=directions, backend=backend,
             exportable=is_exportable(),
         )  # fmt: skip
-        self.stages = nn.Sequential(*[
-            VisionMamba2Stage(
-                dims[max(i - 1, 0)], dim, i > 0, rates[i],
-                mlp_ratio=mlp_ratio, ngroups=ngroups[i], chunk_size=chunk_sizes[i], **mixer, **dd,
-            )
-            for i, dim in enumerate(dims)
-        ])  # fmt: skip
+        stages = []
+        for i, dim in enumerate(dims):
+            make_mixer = partial(VisionMamba2Mixer, dim, ngroups=ngroups[i], chunk_size=chunk_sizes[i], **mixer, **dd)
+            stages.append(Stage(dims[i - 1] if i else None, dim, make_mixer, mlp_ratio, rates[i], **dd))
+        self.stages = nn.Sequential(*stages)
         self.feature_info = [
             dict(num_chs=dim, reduction=patch_size * 2**i, module=f"stages.{i}") for i, dim in enumerate(dims)
         ]
@@ -182,7 +105,7 @@ class VisionMamba2(nn.Module):
 
     @torch.jit.ignore
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Give every parameter its initial value, in place; without `needs_reset` those that PyTorch's layers have not."""
+        """Give every parameter its initial value, in place; without `needs_reset` only those that differ from PyTorch's."""
         for module in self.modules():
             if isinstance(module, VisionMamba2Mixer):
                 module.reset_scan_parameters()
@@ -306,18 +229,6 @@ class VisionMamba2(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-class FeatureMaps(FeatureGetterNet):
-    """What `features_only` gives: the maps as NCHW, which detection and segmentation heads expect of any backbone."""
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.model.set_grad_checkpointing(enable)
-
-    @torch.jit.ignore
-    def set_backend(self, name: str) -> None:
-        self.model.set_backend(name)
-
-
 _RENAMED = (
     (r"^module\.", ""),
     (r"^patch_embed\.(weight|bias)$", r"patch_embed.proj.\1"),
@@ -366,10 +277,11 @@ default_cfgs = generate_default_cfgs({
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+    every_stage = tuple(range(len(kwargs["depths"])))
     return build_model_with_cfg(
         VisionMamba2, variant, pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=tuple(range(len(kwargs["depths"]))), flatten_sequential=True, feature_cls=FeatureMaps),
+        feature_cfg=dict(out_indices=every_stage, flatten_sequential=True, feature_cls=FeatureMaps),
         **kwargs,
     )  # fmt: skip
 
