@@ -42,3 +42,9 @@ def expect_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: expected a size of at least 1, got {size}")
+
+
+def check_rows(name: str, indices: Tensor | None, rows: int) -> None:
+    """Values of an index tensor; only on a CPU, where reading them stops no device."""
+    if indices is not None and indices.device.type == "cpu" and bool((indices >= rows).any()):
+        raise ValueError(f"{name}: expected rows below {rows}, got {int(indices.max())}")

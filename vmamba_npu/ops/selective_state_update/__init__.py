@@ -1,0 +1,3 @@
+from .api import selective_state_update
+
+__all__ = ["selective_state_update"]
