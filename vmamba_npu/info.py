@@ -4,6 +4,7 @@ import argparse
 import platform
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import timm
 import torch
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.img_size is not None and options.img_size < 1:
         parser.error(f"--img-size: expected at least 1, got {options.img_size}")
     known = {name.removesuffix("_npu"): name for name in timm.list_models("*vmamba*")}
-    models, wanted = [], []
+    models: list[str] = []
+    wanted: list[str] = []
     for word in options.what:
         name = word.removeprefix("model=")
         if name == word and word not in operators():
@@ -120,7 +122,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _stages(name: str, img_size: int | None) -> Iterator[str]:
     """Stages of a model: their maps, parameters and the sizes of the one SSD call of each block."""
-    model = timm.create_model(name, device="meta").eval()
+    model: Any = timm.create_model(name, device="meta").eval()
     channels, *size = model.pretrained_cfg["input_size"]
     height, width = size if img_size is None else (img_size, img_size)
     rows = [("stage", "map [H, W, C]", "blocks", "parameters", "SSD call [L, H, P, N], G, chunk")]
@@ -137,7 +139,7 @@ def _stages(name: str, img_size: int | None) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _ssd_sizes(mixer: nn.Module, tokens: int) -> str:
+def _ssd_sizes(mixer: Any, tokens: int) -> str:
     heads, groups = mixer.directions * mixer.nheads, mixer.directions * mixer.ngroups
     return f"{[tokens, heads, mixer.headdim, mixer.d_bc // mixer.ngroups]}, {groups}, {mixer.chunk_size}"
 
