@@ -14,10 +14,10 @@ def expect_ndim(name: str, t: Tensor, layout: str) -> None:
         raise ValueError(f"{name}: expected {layout}, got shape {tuple(t.shape)}")
 
 
-def expect_device(x: Tensor, **others: Tensor | None) -> None:
+def expect_device(first: Tensor, /, **others: Tensor | None) -> None:
     for name, t in others.items():
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name}: expected device {x.device}, got {t.device}")
+        if t is not None and t.device != first.device:
+            raise ValueError(f"{name}: expected device {first.device}, got {t.device}")
 
 
 def expect_float(**tensors: Tensor | None) -> None:
@@ -26,10 +26,10 @@ def expect_float(**tensors: Tensor | None) -> None:
             raise TypeError(f"{name}: expected a floating-point tensor, got {t.dtype}")
 
 
-def expect_same_dtype(x: Tensor, **others: Tensor | None) -> None:
+def expect_same_dtype(values: Tensor, /, **others: Tensor | None) -> None:
     for name, t in others.items():
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{name}: expected the dtype of the values, {x.dtype}, got {t.dtype}")
+        if t is not None and t.dtype != values.dtype:
+            raise TypeError(f"{name}: expected the dtype of the values, {values.dtype}, got {t.dtype}")
 
 
 def expect_integer(**tensors: Tensor | None) -> None:
