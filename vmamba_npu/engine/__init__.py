@@ -1,0 +1,1 @@
+"""Training and evaluation: functions of objects and plain values that Hydra built."""

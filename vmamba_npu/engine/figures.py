@@ -1,0 +1,93 @@
+"""Figures of a run as PNG: curves, confusion matrix, wrong predictions.
+
+`python -m vmamba_npu.engine.figures outputs/DATE/TIME` draws the curves again from the CSV files of a run.
+"""
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from .checkpoints import write
+from .loggers import Row, read_csv
+
+LABELLED = 30  # classes up to which a confusion matrix shows names, and numbers in its cells
+
+
+def curves(path: Path, history: Sequence[Row], updates: Sequence[Row] = ()) -> None:
+    """Loss and accuracy over the epochs, of the training, validation and averaged weights; the loss of updates behind."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss, top1 = figure.subplots(1, 2)
+    if updates and history:
+        per_epoch = history[-1]["update"] / history[-1]["epoch"]
+        loss.plot([row["update"] / per_epoch for row in updates], [row["loss"] for row in updates], lw=0.7, alpha=0.4)
+    for axes, kind in ((loss, "loss"), (top1, "top1")):
+        for part, label in (("train", "training"), ("val", "validation"), ("ema", "validation, averaged weights")):
+            rows = [row for row in history if f"{part}_{kind}" in row]
+            if rows:
+                axes.plot([row["epoch"] for row in rows], [row[f"{part}_{kind}"] for row in rows], marker=".", label=label)
+        axes.set(xlabel="epoch", ylabel="accuracy" if kind == "top1" else kind)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    _save(figure, path)
+
+
+def confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
+    """Confusion matrix: a row for each class, a column for each prediction; shades are shares of the row."""
+    counts = matrix.numpy()
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    few = len(classes) <= LABELLED
+    side = max(4.0, min(0.5 * len(classes) + 1.5, 12.0))
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), ax=axes, label="share of the class")
+    axes.set(xlabel="prediction", ylabel="class")
+    if few:
+        axes.set_xticks(range(len(classes)), classes, rotation=45 if max(map(len, classes)) > 3 else 0)
+        axes.set_yticks(range(len(classes)), classes)
+        for i, j in zip(*counts.nonzero(), strict=True):
+            axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color="w" if shares[i, j] > 0.5 else "k")
+    _save(figure, path)
+
+
+def wrong_predictions(path: Path, images: Sequence[Tensor], titles: Sequence[str], total: int) -> None:
+    """A page of images ([C, H, W] in 0..1) that the model took for something else."""
+    columns = 8
+    rows = max(1, -(-len(images) // columns))
+    figure = Figure(figsize=(columns * 1.3, rows * 1.6 + 0.4), layout="constrained")
+    figure.suptitle(f"{total} wrong predictions" + (f", the first {len(images)}" if len(images) < total else ""))
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in grid:
+        axes.axis("off")
+    for axes, image, title in zip(grid, images, titles, strict=False):
+        pixels = image.clamp(0, 1).permute(1, 2, 0).numpy()  # [H, W, C]
+        axes.imshow(pixels, cmap="gray" if pixels.shape[-1] == 1 else None, vmin=0, vmax=1)
+        axes.set_title(title, fontsize=7)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    FigureCanvasAgg(figure)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    write(path, lambda file: file.write(png.getvalue()))
+
+
+def main(folders: Sequence[str]) -> None:
+    """Draw the curves of each run again."""
+    for folder in map(Path, folders):
+        history = read_csv(folder / "summary.csv")
+        if not history:
+            raise SystemExit(f"{folder}: no summary.csv with epochs")
+        curves(folder / "figures" / "curves.png", history, read_csv(folder / "updates.csv"))
+        print(folder / "figures" / "curves.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
