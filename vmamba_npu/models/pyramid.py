@@ -1,6 +1,7 @@
 """Parts of a pyramid backbone, whatever mixer its blocks have: patches, downsampling, blocks, stages, feature maps."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -94,8 +95,10 @@ class FeatureMaps(FeatureGetterNet):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.model.set_grad_checkpointing(enable)
+        model: Any = self.model
+        model.set_grad_checkpointing(enable)
 
     @torch.jit.ignore
     def set_backend(self, name: str) -> None:
-        self.model.set_backend(name)
+        model: Any = self.model
+        model.set_backend(name)

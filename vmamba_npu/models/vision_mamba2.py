@@ -68,21 +68,20 @@ class VisionMamba2(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
+        if not dims:
+            raise ValueError("dims: expected the channels of at least one stage, got none")
         for name, values in (("depths", depths), ("ngroups", ngroups), ("chunk_sizes", chunk_sizes)):
             if len(values) != len(dims):
                 raise ValueError(f"{name}: expected {len(dims)} values, one for each of dims, got {tuple(values)}")
         dd = {"device": device, "dtype": dtype}
-        self.num_classes, self.in_chans, self.global_pool, self.drop_rate = (
-            num_classes,
-            in_chans,
-            global_pool,
-            drop_rate,
-        )
+        self.num_classes, self.in_chans = num_classes, in_chans
+        self.global_pool, self.drop_rate = global_pool, drop_rate
         self.output_fmt = "NHWC"
+        self.img_size = img_size  # nominal: any size runs
         self.backend = backend
         self.patch_embed = PatchEmbed(in_chans, dims[0], patch_size, **dd)
-        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        mixer = dict(
+        rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)  # one list a stage
+        mixer: dict[str, Any] = dict(
             d_state=d_state, expand=expand, headdim=headdim, directions=directions, backend=backend,
             exportable=is_exportable(),
         )  # fmt: skip
@@ -95,17 +94,17 @@ class VisionMamba2(nn.Module):
             dict(num_chs=dim, reduction=patch_size * 2**i, module=f"stages.{i}") for i, dim in enumerate(dims)
         ]
         self.num_features = dims[-1]
-        self.norm = nn.LayerNorm(self.num_features, **dd)
+        self.norm: nn.Module = nn.LayerNorm(self.num_features, **dd)
         self.head = ClassifierHead(
             self.num_features, num_classes, global_pool, drop_rate, input_fmt=self.output_fmt, **dd
         )
         self.head_hidden_size = self.head.num_features
-        if not self.norm.weight.is_meta:
+        if not self.patch_embed.proj.weight.is_meta:
             self.init_weights(needs_reset=False)
 
     @torch.jit.ignore
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Give every parameter its initial value, in place; without `needs_reset` only those that differ from PyTorch's."""
+        """Initial values of all parameters, in place; without `needs_reset` only of those that are not PyTorch's."""
         for module in self.modules():
             if isinstance(module, VisionMamba2Mixer):
                 module.reset_scan_parameters()
@@ -116,24 +115,23 @@ class VisionMamba2(nn.Module):
             elif needs_reset and isinstance(module, nn.Conv2d | nn.LayerNorm):
                 module.reset_parameters()
 
-    def _mixers(self) -> list[VisionMamba2Mixer]:
-        return [module for module in self.modules() if isinstance(module, VisionMamba2Mixer)]
-
     @torch.jit.ignore
     def set_backend(self, name: str) -> None:
         """Choose who computes the scans from now on: "auto" or a name of the registry; ValueError for any other."""
-        for mixer in self._mixers():
-            mixer.set_backend(name)
+        for module in self.modules():
+            if isinstance(module, VisionMamba2Mixer):
+                module.set_backend(name)
         self.backend = name
 
     @torch.jit.ignore
     def set_chunk_sizes(self, chunk_sizes: Sequence[int]) -> None:
         """Choose the number of tokens that each stage's scans process as one block; the results stay the same."""
-        if len(chunk_sizes) != len(self.stages):
-            raise ValueError(f"chunk_sizes: expected {len(self.stages)} values, got {tuple(chunk_sizes)}")
+        if len(chunk_sizes) != len(self.stages) or min(chunk_sizes) < 1:
+            raise ValueError(f"chunk_sizes: expected {len(self.stages)} values >= 1, got {tuple(chunk_sizes)}")
         for stage, size in zip(self.stages, chunk_sizes, strict=True):
-            for block in stage.blocks:
-                block.mixer.set_chunk_size(size)
+            for module in stage.modules():
+                if isinstance(module, VisionMamba2Mixer):
+                    module.set_chunk_size(size)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -149,8 +147,9 @@ class VisionMamba2(nn.Module):
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """In training, keep the inputs of blocks alone and compute the rest again in the backward."""
-        for stage in self.stages:
-            stage.grad_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stage):
+                module.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
@@ -214,6 +213,7 @@ class VisionMamba2(nn.Module):
         if prune_norm or ends_early:
             self.norm = nn.Identity().train(self.training)
         self.stages = self.stages[: max_index + 1]
+        self.stages.training = self.training  # a slice is new
         self.num_features = self.feature_info[max_index]["num_chs"]
         if prune_head or ends_early:  # the head fits the last stage alone
             self.reset_classifier(0, "")
@@ -276,7 +276,7 @@ default_cfgs = generate_default_cfgs({
 })  # fmt: skip
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionMamba2:
     every_stage = tuple(range(len(kwargs["depths"])))
     return build_model_with_cfg(
         VisionMamba2, variant, pretrained,
