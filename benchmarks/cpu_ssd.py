@@ -39,7 +39,11 @@ def products(B: int, L: int, H: int, P: int, N: int, chunk: int, G: int):
     b, c = torch.randn(chunks, chunk, N), torch.randn(chunks, chunk, N)
     scores = torch.randn(chunks, chunk, chunk)
     ch = torch.randn(chunks * H, chunk, N)
-    mixing, x, states = torch.randn(chunks * H, chunk, chunk), torch.randn(chunks * H, chunk, P), torch.randn(chunks * H, N, P)
+    mixing, x, states = (
+        torch.randn(chunks * H, chunk, chunk),
+        torch.randn(chunks * H, chunk, P),
+        torch.randn(chunks * H, N, P),
+    )
 
     def forward() -> None:
         torch.bmm(c, b.mT)
@@ -116,7 +120,9 @@ def measure(name: str) -> dict[str, object]:
         "both_ratio": t["both"] / (t["forward_products"] + t["backward_products"]),
         "both_goal": both_goal,
         "peak_extra_mb": peak_extra_megabytes(shape),
-        "error_of_256_tokens": error_ratio(ssd(*few, backend="torch")[0], ssd(*(v.double() for v in few), backend="reference")[0]),
+        "error_of_256_tokens": error_ratio(
+            ssd(*few, backend="torch")[0], ssd(*(v.double() for v in few), backend="reference")[0]
+        ),
     }
 
 

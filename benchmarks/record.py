@@ -15,7 +15,9 @@ import vmamba_npu
 RESULTS = Path(__file__).parent / "results"
 
 
-def milliseconds(alternatives: dict[str, Callable[[], object]], rounds: int = 15, seconds: float = 0.05) -> dict[str, float]:
+def milliseconds(
+    alternatives: dict[str, Callable[[], object]], rounds: int = 15, seconds: float = 0.05
+) -> dict[str, float]:
     """Median over rounds of the mean time of a call. In each round every alternative runs for about `seconds`, so that
     all see the same state of the machine."""
     repeats = {}
@@ -36,7 +38,9 @@ def milliseconds(alternatives: dict[str, Callable[[], object]], rounds: int = 15
 
 def environment() -> dict[str, object]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS, check=False)
-    cpu = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor()
+    )
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),

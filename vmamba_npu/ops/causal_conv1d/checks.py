@@ -69,9 +69,7 @@ def check_causal_conv1d_update(
     expect_integer(cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices)
     expect_shape("cache_seqlens", cache_seqlens, (batch,))
     expect_shape("conv_state_indices", conv_state_indices, (batch,))
-    expect_device(
-        x, conv_state=conv_state, cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices
-    )
+    expect_device(x, conv_state=conv_state, cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices)
     if conv_state_indices is None and rows != batch:
         raise ValueError(f"conv_state: expected {batch} rows, one for each row of x, got {rows}")
 

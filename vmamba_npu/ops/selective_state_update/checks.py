@@ -45,8 +45,6 @@ def check_selective_state_update(
         raise ValueError(f"state: expected {batch} rows, one for each row of x, got {state.shape[0]}")
     expect_float(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     expect_integer(state_batch_indices=state_batch_indices)
-    expect_device(
-        state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state_batch_indices=state_batch_indices
-    )
+    expect_device(state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state_batch_indices=state_batch_indices)
     if not dt_min <= dt_max:
         raise ValueError(f"dt_limit: expected (smallest, largest), got ({dt_min}, {dt_max})")

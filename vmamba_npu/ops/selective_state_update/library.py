@@ -49,7 +49,5 @@ def selective_state_update(
 
 @selective_state_update.register_fake
 def _(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, dt_min, dt_max, backend):
-    check_selective_state_update(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, dt_min, dt_max
-    )
+    check_selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, dt_min, dt_max)
     return x.new_empty(x.shape)

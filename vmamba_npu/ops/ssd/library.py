@@ -43,8 +43,12 @@ def ssd_fwd(
 
 
 @ssd_fwd.register_fake
-def _(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max, backend):
-    check_ssd(x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max)
+def _(
+    x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max, backend
+):
+    check_ssd(
+        x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max
+    )
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final_states = x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=at_least_float32(x.dtype))
     return x.new_empty(x.shape), final_states

@@ -73,7 +73,9 @@ def backward(
                 if zs is not None:
                     o = output(block, mixing, through_state, skip, block.empty_by_head("o"))
                     block.store(grads.z, _gate_gradient(block.tokens(zs).to(acc), block.tokens(dys), o))
-                _through_states(block, do, weighted, weighted_do, through_state, states, d_states, d_stepped, skip, grads)
+                _through_states(
+                    block, do, weighted, weighted_do, through_state, states, d_states, d_stepped, skip, grads
+                )
     untouched = p.untouched(len(initial) - 1)
     grads.initial[untouched] = d_final[untouched]
     d_raw, d_A = _finish_steps(grads, decays, p, A, step_arguments)

@@ -13,7 +13,9 @@ class Block:
     group (B and C), the heads of the group lie side by side in the other, so that one product serves them all.
     """
 
-    def __init__(self, x: Tensor, B: Tensor, C: Tensor, decays: Decays, p: Plan, rows: slice, c0: int, c1: int, ws: Workspace):
+    def __init__(
+        self, x: Tensor, B: Tensor, C: Tensor, decays: Decays, p: Plan, rows: slice, c0: int, c1: int, ws: Workspace
+    ):
         self.plan, self.rows, self.c0, self.c1, self.ws, self.decays = p, rows, c0, c1, ws, decays
         self.grid = (c1 - c0, rows.stop - rows.start, B.shape[2])
         self.b = self.grid[0] * self.grid[1] * self.grid[2]

@@ -63,7 +63,9 @@ def plan(x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Plan:
     return _packed(_segments(batch, L, seq_idx, cu_seqlens), batch * L, x.device)
 
 
-def _segments(batch: int, L: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> list[list[tuple[int, int, int, int]]]:
+def _segments(
+    batch: int, L: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
+) -> list[list[tuple[int, int, int, int]]]:
     """For each row its runs of one sequence: (first token, end, sequence it starts from, sequence it ends), flattened."""
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
