@@ -1,8 +1,11 @@
-"""For tests and benchmarks: which backends run here, and the one measure of error."""
+"""For tests and benchmarks: which backends run here, drawn inputs, and the one measure of error."""
 
 import torch
 
 from ..backends import operators
+from .tolerances import GRADIENTS, OUTPUTS, SUMMED_GRADIENTS, Tolerance, assert_within, error_ratio
+
+__all__ = ["GRADIENTS", "OUTPUTS", "SUMMED_GRADIENTS", "Tolerance", "assert_within", "error_ratio", "serving"]
 
 
 def serving(op: str, dtype: torch.dtype, device: str = "cpu") -> list[str]:
@@ -13,13 +16,3 @@ def serving(op: str, dtype: torch.dtype, device: str = "cpu") -> list[str]:
         for name, impl in operators()[op].items()
         if (impl.devices is None or probe.device.type in impl.devices) and dtype in impl.dtypes and impl.missing() is None
     ]
-
-
-def error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """||actual - expected|| / ||expected|| in float64, with the expected value rounded to the actual dtype first.
-
-    NaN or infinity in `actual` alone gives NaN or infinity, which fails every `<=` gate. Two zero tensors give 0.
-    """
-    expected = expected.detach().to(actual.dtype).double()
-    distance = (actual.detach().double() - expected).norm()
-    return float(distance / expected.norm().clamp_min(1e-12))
