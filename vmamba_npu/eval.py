@@ -60,7 +60,8 @@ def _work(config: dict[str, Any], saved: Saved, here: Processes) -> dict[str, An
         return name_images(saved, model, config["images"], here, precision, config["invert"], output)
     seed_all(config["seed"])
     data = instantiate(_prepared(config["data"], saved), _convert_="all")
-    return measure(saved, model, data, config["part"], config["batch_size"], here, precision, config["num_workers"], output)
+    part, batch_size, workers = config["part"], config["batch_size"], config["num_workers"]
+    return measure(saved, model, data, part, batch_size, here, precision, workers, output)
 
 
 def _prepared(data: dict[str, Any], saved: Saved) -> dict[str, Any]:

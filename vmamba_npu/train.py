@@ -6,7 +6,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from .engine.cli import output_directory, run
+from .engine.cli import is_first, output_directory, run
 from .engine.refusals import refusing
 from .engine.schema import check, check_keys
 from .engine.training import train
@@ -26,7 +26,7 @@ def train_from(cfg: DictConfig) -> float | None:
     results = train(
         backend=config["backend"]["name"], seed=config["seed"], output=output_directory(), config=config, **objects
     )
-    if results:
+    if is_first():
         print(json.dumps(results), flush=True)
     return results.get("val_accuracy")
 

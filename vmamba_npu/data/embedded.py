@@ -128,9 +128,7 @@ def _version(package: str) -> str:
         raise ModuleNotFoundError(f"data=mnist5k reads its images from {package}: pip install {package}") from None
 
 
-def _cached(
-    folder: str | None, name: str, make: Callable[[], tuple[np.ndarray, np.ndarray]]
-) -> tuple[Tensor, Tensor]:
+def _cached(folder: str | None, name: str, make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
     path = None if folder is None else Path(folder).expanduser() / name
     if path is not None and path.exists():
         with np.load(path, allow_pickle=False) as kept:

@@ -21,8 +21,8 @@ MODES = {1: "L", 3: "RGB"}
 def read_image(path: str | Path, in_chans: int = 3) -> Image.Image:
     """An image file, decoded, as RGB or grey.
 
-    Any mode is converted: 16-bit grey to 8 bits by its value over 257, transparency by leaving it out, CMYK and palettes
-    by Pillow's conversion.
+    Any mode is converted: 16-bit grey to 8 bits by its value over 257, transparency by leaving it out, CMYK and
+    palettes by Pillow's conversion.
 
     Raises:
         CorruptImage: the file is not an image, or ends early.

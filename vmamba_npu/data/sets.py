@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-Key = tuple[int, int]  # (epoch, index): what an item of a data set is asked for by, so that augmentation may depend on both
+# (epoch, index): what an item of a data set is asked for by, so that its augmentation may depend on both
+Key = tuple[int, int]
 
 
 class CorruptImage(ValueError):
@@ -74,14 +74,16 @@ def hold_out(labels: Sequence[int] | Tensor, held: int | float, what: str, seed:
         what: name of the argument, for the message of a number that does not fit.
         seed: of the choice; never the seed of the training.
     """
+    from sklearn.model_selection import train_test_split  # takes a second to import, and not every program splits
+
     labels = np.asarray(labels)
     if not held:
         return torch.arange(len(labels)), torch.empty(0, dtype=torch.long)
     try:
         stays, goes = train_test_split(np.arange(len(labels)), test_size=held, stratify=labels, random_state=seed)
     except ValueError as error:
-        classes = len(np.unique(labels))
-        raise ValueError(f"{what}: cannot hold out {held} of {len(labels)} images of {classes} classes: {error}") from None
+        among = f"{len(labels)} images of {len(np.unique(labels))} classes"
+        raise ValueError(f"{what}: cannot hold out {held} of {among}: {error}") from None
     return torch.from_numpy(np.sort(stays)), torch.from_numpy(np.sort(goes))
 
 

@@ -12,8 +12,9 @@ from .step import Precision
 
 @torch.no_grad()
 def time_forward(
-    model: nn.Module, shape: tuple[int, ...], device: torch.device, precision: Precision, warmup: int = 10, repeat: int = 30
-) -> dict[str, Any]:
+    model: nn.Module, shape: tuple[int, ...], device: torch.device, precision: Precision, warmup: int = 10,
+    repeat: int = 30,
+) -> dict[str, Any]:  # fmt: skip
     """Time the forward of a model in eval mode on random images that are on the device before the first call.
 
     Args:

@@ -94,7 +94,7 @@ def find_state(resume: str | None, output: Path) -> Path | None:
     if resume is None:
         if here.exists():
             raise CannotResume(
-                f"hydra.run.dir: {output} holds a run; trainer.resume=auto goes on with it, another folder starts a new one"
+                f"hydra.run.dir: {output} holds a run; trainer.resume=auto goes on with it, another folder starts anew"
             )
         return None
     if resume == "auto":

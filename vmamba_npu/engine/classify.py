@@ -38,8 +38,8 @@ def image_files(images: str | Sequence[str]) -> list[Path]:
 
 @torch.no_grad()
 def classify(
-    model: nn.Module, saved: Saved, files: Sequence[Path], device: torch.device, precision: Precision, invert: bool = False,
-    batch_size: int = 64,
+    model: nn.Module, saved: Saved, files: Sequence[Path], device: torch.device, precision: Precision,
+    invert: bool = False, batch_size: int = 64,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The likeliest classes of image files.
 

@@ -48,16 +48,21 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
 
 
+def is_first() -> bool:
+    """True in the one process of those that torchrun started which speaks; and without torchrun."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def output_directory() -> Path:
     """Absolute output directory of the job."""
     return Path(HydraConfig.get().runtime.output_dir)
 
 
 def run(task: Callable[[DictConfig], object], name: str) -> None:
-    """Run a task with the config of a name and the overrides of the command line; errors of the user end with code 1."""
+    """Run a task with a config and the overrides of the command line; errors of the user end with code 1."""
     register_resolvers()
     argv, wanted = list(sys.argv), os.environ.get(TRACE)
-    if int(os.environ.get("RANK", 0)) > 0:  # torchrun: one process keeps the log and Hydra's folder
+    if not is_first():  # one process keeps the log and Hydra's folder
         sys.argv += ["hydra/job_logging=none", "hydra.output_subdir=null"]
     os.environ[TRACE] = "1"  # errors come here, to be told in one way
     try:
@@ -89,6 +94,6 @@ def _composition(error: BaseException) -> str:
     text, cause = str(error), error.__cause__
     if isinstance(cause, ConfigKeyError | AttributeError) and getattr(cause, "parent_node", None) is not None:
         full = getattr(cause, "full_key", None) or getattr(cause, "key", "")
-        choices = sorted(str(key) for key in cause.parent_node if str(key) != "hydra")
+        choices = sorted(str(key) for key in cause.parent_node if key not in ("hydra", "_target_"))
         return f"{unknown_key(str(full), choices)}\nA new key is added with +{full}=VALUE."
     return f"{text}\n{cause}" if isinstance(cause, OmegaConfBaseException) else text

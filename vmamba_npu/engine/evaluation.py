@@ -31,7 +31,8 @@ SHOWN = 20  # classes up to which the confusion matrix is printed
 def introduce(saved: Saved, model: nn.Module, backend: str, here: Processes, precision: str) -> None:
     """Say what is evaluated, where, and by what."""
     log.info("model %s, %d parameters, weights %s", saved.name, parameters(model), saved.weights)
-    log.info("device %s, %s; backend %s: %s", here.device, precision, backend, explain_backend(model, backend, here.device))
+    why = explain_backend(model, backend, here.device)
+    log.info("device %s, %s; backend %s: %s", here.device, precision, backend, why)
 
 
 def measure(
@@ -69,7 +70,8 @@ def measure(
 
 def _tell(scores: Scores, data: ImageData, part: str, output: Path) -> None:
     log.info("%s, %s part: %d images", data.name, part, scores.images)
-    log.info("top-1 %.4f  top-5 %.4f  loss %.4f  %.0f images/s", scores.top1, scores.top5, scores.loss, scores.images_per_second)
+    told = scores.top1, scores.top5, scores.loss, scores.images_per_second
+    log.info("top-1 %.4f  top-5 %.4f  loss %.4f  %.0f images/s", *told)
     if len(data.classes) <= SHOWN:
         width = max(5, *(len(name) for name in data.classes)) + 1
         log.info("%s", " " * width + "".join(f"{name:>{width}}" for name in data.classes) + f"{'right':>{width + 2}}")
@@ -89,8 +91,9 @@ def _write_confusion(path: Path, scores: Scores, classes: list[str]) -> None:
 
 
 def name_images(
-    saved: Saved, model: nn.Module, images: str | list[str], here: Processes, precision: Precision, invert: bool, output: Path
-) -> dict[str, Any]:
+    saved: Saved, model: nn.Module, images: str | list[str], here: Processes, precision: Precision, invert: bool,
+    output: Path,
+) -> dict[str, Any]:  # fmt: skip
     """Classify image files; a line for each, and `images.json` in the output directory."""
     found = classify(model, saved, image_files(images), here.device, precision, invert)
     for item in found:

@@ -20,7 +20,7 @@ LABELLED = 30  # classes up to which a confusion matrix shows names, and numbers
 
 
 def curves(path: Path, history: Sequence[Row], updates: Sequence[Row] = ()) -> None:
-    """Loss and accuracy over the epochs, of the training, validation and averaged weights; the loss of updates behind."""
+    """Loss and accuracy over the epochs, of training, validation and averaged weights; behind, the loss of updates."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss, top1 = figure.subplots(1, 2)
     if updates and history:
@@ -30,7 +30,8 @@ def curves(path: Path, history: Sequence[Row], updates: Sequence[Row] = ()) -> N
         for part, label in (("train", "training"), ("val", "validation"), ("ema", "validation, averaged weights")):
             rows = [row for row in history if f"{part}_{kind}" in row]
             if rows:
-                axes.plot([row["epoch"] for row in rows], [row[f"{part}_{kind}"] for row in rows], marker=".", label=label)
+                values = [row[f"{part}_{kind}"] for row in rows]
+                axes.plot([row["epoch"] for row in rows], values, marker=".", label=label)
         axes.set(xlabel="epoch", ylabel="accuracy" if kind == "top1" else kind)
         axes.grid(alpha=0.3)
         if axes.lines:
@@ -52,7 +53,8 @@ def confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
         axes.set_xticks(range(len(classes)), classes, rotation=45 if max(map(len, classes)) > 3 else 0)
         axes.set_yticks(range(len(classes)), classes)
         for i, j in zip(*counts.nonzero(), strict=True):
-            axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color="w" if shares[i, j] > 0.5 else "k")
+            color = "w" if shares[i, j] > 0.5 else "k"
+            axes.text(j, i, counts[i, j], ha="center", va="center", fontsize=7, color=color)
     _save(figure, path)
 
 

@@ -39,7 +39,7 @@ class CsvLogger:
 
     def update(self, row: Row) -> None:
         new = not self.curve.stat().st_size
-        with self.curve.open("a") as file:  # a line cut by a kill is of an update after the last checkpoint: `begin` drops it
+        with self.curve.open("a") as file:  # a line that a kill cuts is after the last checkpoint: `begin` drops it
             file.write(_table([row]) if new else _table([row]).split("\n", 1)[1])
 
     def epoch(self, history: Sequence[Row]) -> None:
@@ -84,10 +84,14 @@ def read_csv(path: Path) -> list[dict[str, float]]:
     rows = []
     for row in csv.DictReader(io.StringIO(path.read_text())):
         try:
-            rows.append({key: float(value) for key, value in row.items() if value != ""})
+            rows.append({key: _number(value) for key, value in row.items() if value != ""})
         except (TypeError, ValueError):
             break
     return [row for row in rows if row.keys() >= {"update", "epoch"}]
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.isdigit() else float(text)
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -104,8 +104,9 @@ def _explain(run: Run, what: str, lr: float, recent: list[float]) -> str:
     more = f" and {len(indices) - SAID} more" if len(indices) > SAID else ""
     state = run.output / STATE
     kept = f"the last checkpoint is {state}" if state.exists() else "there is no checkpoint yet"
+    where = f"epoch {position.epoch + 1}, update {position.done + 1} of {order.updates}"
     return (
-        f"{what} at update {position.update + 1} (epoch {position.epoch + 1}, update {position.done + 1} of {order.updates})\n"
+        f"{what} at update {position.update + 1} ({where})\n"
         f"  learning rate: {lr:.4g}\n"
         f"  losses before: {', '.join(f'{loss:.4g}' for loss in recent) or 'none in this process'}\n"
         f"  images of the batch: {', '.join(map(str, indices[:SAID]))}{more}\n"

@@ -44,9 +44,7 @@ class Scores:
     def per_class(self) -> list[float | None]:
         """Share of each class's images that are predicted right; None for a class without images."""
         counts = self.confusion.sum(1)
-        return [
-            int(self.confusion[i, i]) / int(n) if n else None for i, n in enumerate(counts.tolist())
-        ]
+        return [int(self.confusion[i, i]) / int(n) if n else None for i, n in enumerate(counts.tolist())]
 
     def row(self, prefix: str) -> dict[str, float]:
         """For loggers."""

@@ -57,7 +57,9 @@ def use_backend(model: nn.Module, backend: str) -> None:
     if hasattr(model, "set_backend"):
         model.set_backend(backend)
     elif backend != "auto":
-        raise ValueError(f"backend.name: {type(model).__name__} has no operator of vmamba_npu, so {backend!r} means nothing")
+        raise ValueError(
+            f"backend.name: {type(model).__name__} has no operator of vmamba_npu for {backend!r} to compute"
+        )
 
 
 def explain_backend(model: nn.Module, backend: str, device: torch.device) -> str:

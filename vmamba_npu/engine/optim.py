@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from .refusals import one_of
 
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant")
-_OURS = {"optimizer", "sched", "num_epochs", "min_lr", "warmup_lr", "warmup_epochs", "step_on_epochs", "updates_per_epoch"}
+_OURS = {
+    "optimizer", "sched", "num_epochs", "min_lr", "warmup_lr", "warmup_epochs", "step_on_epochs", "updates_per_epoch",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Optim:
         if self.lr <= 0:
             raise ValueError(f"optim.lr: expected a positive learning rate, got {self.lr}")
         if not 0 <= self.warmup < 1:
-            raise ValueError(f"optim.warmup: expected a share of the training, at least 0 and under 1, got {self.warmup}")
+            raise ValueError(f"optim.warmup: expected a share of the training, from 0 to under 1, got {self.warmup}")
         known = [name for name in inspect.signature(create_scheduler_v2).parameters if name not in _OURS]
         for name in self.sched_kwargs:
             one_of("optim.sched_kwargs", name, known, show=len(known))
@@ -61,10 +63,12 @@ class Optim:
             TypeError: an entry of `opt_kwargs` is not known.
         """
         optimizer = create_optimizer_v2(
-            model, opt=self.opt, lr=self.lr, weight_decay=self.weight_decay, layer_decay=self.layer_decay, **self.opt_kwargs
-        )
+            model, opt=self.opt, lr=self.lr, weight_decay=self.weight_decay, layer_decay=self.layer_decay,
+            **self.opt_kwargs,
+        )  # fmt: skip
         schedule, _ = create_scheduler_v2(
-            optimizer, sched=self.sched, num_epochs=epochs, warmup_epochs=self.warmup * epochs, warmup_lr=self.warmup_lr,
-            min_lr=self.min_lr, step_on_epochs=False, updates_per_epoch=updates_per_epoch, **self.sched_kwargs,
+            optimizer, sched=self.sched, num_epochs=epochs, warmup_epochs=self.warmup * epochs,
+            warmup_lr=self.warmup_lr, min_lr=self.min_lr, step_on_epochs=False, updates_per_epoch=updates_per_epoch,
+            **self.sched_kwargs,
         )  # fmt: skip
         return optimizer, schedule

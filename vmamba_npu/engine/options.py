@@ -71,9 +71,9 @@ class Trainer:
         if self.smoothing >= 1:
             raise ValueError(f"trainer.smoothing: expected less than 1, got {self.smoothing}")
         if (self.mixup or self.cutmix) and self.batch_size // self.accumulate % 2:
-            raise ValueError("trainer.mixup: images are mixed in pairs, so trainer.batch_size / accumulate must be even")
+            raise ValueError("trainer.mixup: images are mixed in pairs; trainer.batch_size / accumulate must be even")
         if self.strategy == "fsdp" and self.precision == "fp16":
-            raise ValueError("trainer.precision: fp16 needs a gradient scaler, which fsdp is not used with here: bf16")
+            raise ValueError("trainer.precision: fp16 needs a gradient scaler, which fsdp has not here; use bf16")
 
     def _at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

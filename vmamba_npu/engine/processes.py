@@ -1,5 +1,6 @@
 """The processes of a run and their device: one, or those that torchrun started."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ def pick_device(name: str, argument: str = "trainer.device") -> str:
         return next((kind for kind in ("npu", "cuda") if available(kind)), "cpu")
     if not available(kind):
         here = ", ".join(kind for kind in DEVICES[1:] if available(kind))
-        remedy = {"npu": "torch_npu with its driver and toolkit", "cuda": "a build of torch for CUDA, and a driver"}[kind]
+        remedy = {"npu": "torch_npu, its driver and toolkit", "cuda": "a build of torch for CUDA, and a driver"}[kind]
         raise ValueError(f"{argument}: torch finds no {kind} device on this machine (needed: {remedy}); here: {here}")
     return name
 
@@ -76,7 +77,7 @@ class Processes:
 
 @contextmanager
 def processes(device: str, argument: str = "trainer.device") -> Iterator[Processes]:
-    """This process among those of the run, joined by hccl, nccl or gloo according to the device, and parted at the end."""
+    """This process among those of the run, joined by hccl, nccl or gloo by the device, and parted at the end."""
     info = init_distributed_device_so(pick_device(device, argument))
     try:
         yield Processes(torch.device(info["device"]), info["global_rank"], info["world_size"])
@@ -91,6 +92,8 @@ def distribute(model: nn.Module, strategy: str, precision: str, here: Processes)
         return model
     if strategy == "fsdp":
         return shard(model, precision, here)
+    # about strides of dimensions of size 1, as depthwise convolutions have them: no copy is made for those
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     return DistributedDataParallel(model, device_ids=None if here.device.type == "cpu" else [here.device.index])
 
 

@@ -28,9 +28,8 @@ class Display:
     def __enter__(self) -> "Display":
         if self.bar:
             self.stack.enter_context(logging_redirect_tqdm())
-            self.tqdm = self.stack.enter_context(
-                tqdm(total=self.total, initial=self.done, unit="update", dynamic_ncols=True, file=sys.stdout, leave=False)
-            )
+            bar = tqdm(total=self.total, initial=self.done, unit="update", dynamic_ncols=True, file=sys.stdout)
+            self.tqdm = self.stack.enter_context(bar)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -59,7 +58,8 @@ class Display:
             self.spoke = now
             left = (self.total - self.done) * self.seconds / max(self.seen - UNTIMED, 1)
             words = "  ".join(f"{key} {value}" for key, value in shown.items())
-            log.info("epoch %d/%d  update %d/%d  %s  left %.0f s", epoch + 1, self.epochs, self.done, self.total, words, left)
+            where = f"epoch {epoch + 1}/{self.epochs}  update {self.done}/{self.total}"
+            log.info("%s  %s  left %.0f s", where, words, left)
 
     def skip(self) -> None:
         """Leave the time since the last update (an evaluation, a checkpoint) out of the speed."""

@@ -14,7 +14,7 @@ class Refused(ValueError):
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Block of preparations, whose errors are the user's: they become `Refused`, with the message of their first cause."""
+    """Block of preparations, whose errors are the user's: they become `Refused` with their first cause's message."""
     try:
         yield
     except (Refused, BackendUnavailable):

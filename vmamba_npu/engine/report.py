@@ -40,7 +40,8 @@ def write_run(run: Run, results: Mapping[str, Any], scores: Scores | None, weigh
 def write_model(folder: Path, run: Run, results: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Weights, timm's config.json, the resolved config, and the model card."""
     prepare, model = run.data.prepare, run.final
-    ours = {"data": run.data.name, "preparation": prepare.__dict__, "results": {key: value for key, value in results.items() if key != "output"}}
+    told = {key: value for key, value in results.items() if key != "output"}
+    ours = {"data": run.data.name, "results": told}
     text = _timm_config(model, run.data.classes, prepare, ours)
     save_weights(folder / "model.safetensors", weights, {"architecture": results["model"]})
     write_text(folder / "config.json", text)
@@ -55,7 +56,8 @@ def _timm_config(model: nn.Module, classes: list[str], prepare: Preparation, our
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        save_config_for_hf(model, str(path), {"label_names": classes, "vmamba_npu": dict(ours)}, data_config=data_config)
+        more = {"label_names": classes, "vmamba_npu": dict(ours)}
+        save_config_for_hf(model, str(path), more, data_config=data_config)
         return path.read_text() + "\n"
 
 
@@ -82,8 +84,8 @@ def _report(run: Run, results: Mapping[str, Any], scores: Scores | None) -> str:
     lines = [f"# {results['model']} on {run.data.name}", ""]
     if tells:
         lines += [
-            f"Test accuracy **{results['test_accuracy']:.4f}** on {results['test_images']} images that no choice was made by "
-            f"(loss {results['test_loss']:.4f}); weights: {_which(run)}.", "",
+            f"Test accuracy **{results['test_accuracy']:.4f}** on {results['test_images']} images that no choice was "
+            f"made by (loss {results['test_loss']:.4f}); weights: {_which(run)}.", "",
         ]  # fmt: skip
     else:
         lines += ["Accuracy is not reported: " + ("the data are made up." if scores else "there is no test part."), ""]
@@ -94,12 +96,15 @@ def _report(run: Run, results: Mapping[str, Any], scores: Scores | None) -> str:
     lines += [f"| torch, timm | {torch.__version__}, {timm.__version__} |", ""]
     if run.position.best:
         best = run.position.best
-        lines += [f"Best on the validation part: {best['top1']:.4f} after epoch {best['epoch']} (`checkpoints/best.safetensors`).", ""]
+        found = f"{best['top1']:.4f} after epoch {best['epoch']}"
+        lines += [f"Best on the validation part: {found} (`checkpoints/best.safetensors`).", ""]
     lines += ["![curves](figures/curves.png)", ""]
     if tells:
-        lines += ["![confusion matrix](figures/confusion_matrix.png)", "", per_class_table(scores, run.data.classes), ""]
+        lines += ["![confusion matrix](figures/confusion_matrix.png)", ""]
+        lines += [per_class_table(scores, run.data.classes), ""]
         lines += ["![wrong predictions](figures/wrong_predictions.png)", ""]
-    lines += ["## Options", "", "```yaml", OmegaConf.to_yaml(OmegaConf.create(dict(run.config))).rstrip(), "```", ""]
+    options = OmegaConf.to_yaml(OmegaConf.create(dict(run.config))).rstrip()
+    lines += ["## Options", "", "```yaml", options, "```", ""]
     return "\n".join(lines)
 
 
@@ -128,7 +133,8 @@ pipeline_tag: image-classification
 | accuracy | {figure}; seed {results["seed"]}, weights: {_which(run)} |
 | training | {results["epochs"]} epochs, {results["seconds"]} s, backend {results["backend"]}, {results["device"]}, \
 {results["precision"]}, {results["processes"]} process(es) |
-| made | {datetime.now(timezone.utc):%Y-%m-%d}, vmamba_npu {results["version"]}, torch {torch.__version__}, timm {timm.__version__} |
+| made | {datetime.now(timezone.utc):%Y-%m-%d}, vmamba_npu {results["version"]}, torch {torch.__version__}, \
+timm {timm.__version__} |
 
 The test part took no part in any choice. The recipe is `config.yaml` in this folder.
 

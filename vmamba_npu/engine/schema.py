@@ -47,7 +47,8 @@ def check_keys(given: Collection[str], known: Collection[str], path: str = "") -
 def unknown_key(path: str, choices: Collection[str]) -> str:
     """Message about a key that does not exist."""
     near = get_close_matches(path.rpartition(".")[2], choices, n=1)
-    return f"{path}: no such key{f'; did you mean {near[0]}?' if near else '.'} Choices: {', '.join(choices)}"
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"{path}: no such key{hint}" + (f" Choices: {', '.join(choices)}" if choices else "")
 
 
 def _check_call(node: Mapping[str, Any], path: str) -> None:

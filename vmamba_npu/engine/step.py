@@ -83,7 +83,7 @@ class Stepper:
         return x.to(device, memory_format=layout, non_blocking=True), y.to(device, non_blocking=True)
 
     def update(self, parts: Iterator[tuple[Tensor, Tensor]], number: int, stop: bool) -> Outcome:
-        """One update from `trainer.accumulate` parts; `number` counts updates from 1, `stop` asks all processes to stop.
+        """One update from `trainer.accumulate` parts; `number` counts from 1, `stop` asks all processes to stop.
 
         Raises:
             NonFinite: the loss or the gradient is; nothing is updated.

@@ -40,8 +40,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a model, evaluate it once on the test part, and write everything to the output directory.
 
-    The weights that count are the moving average at the last update if `trainer.ema_decay` is set, else the last ones; no
-    choice is made by the test part. In the output directory: `model/` (what `eval.py checkpoint=` reads),
+    The weights that count are the moving average at the last update if `trainer.ema_decay` is set, else the last ones;
+    no choice is made by the test part. In the output directory: `model/` (what `eval.py checkpoint=` reads),
     `checkpoints/` (training state; best weights on the validation part), `metrics.json`, `report.md`, `figures/`,
     `config.yaml`, and what the loggers write.
 
@@ -122,13 +122,15 @@ def _introduce(run: Run, model: Model, backend: str) -> None:
     device, final = run.here.device, run.final
     name = f" ({getattr(torch, device.type).get_device_name(device)})" if device.type != "cpu" else ""
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    count = "sharded" if run.stepper.sharded else f"{macs(final, run.data.prepare, device) / 1e6:.1f} M multiply-adds"
+    count = ""
+    if not run.stepper.sharded:
+        count = f", {macs(final, run.data.prepare, device) / 1e6:.1f} M multiply-adds an image besides scans"
     log.info(
         "device %s%s%s, %d process%s, %s; backend %s: %s",
         device.type, name, threads, run.here.world, "es" if run.here.world > 1 else "", run.trainer.precision,
         backend, explain_backend(final, backend, device),
     )  # fmt: skip
-    log.info("model %s, %d parameters, %s an image besides scans", model.name, parameters(final), count)
+    log.info("model %s, %d parameters%s", model.name, parameters(final), count)
     parts = {part: len(getattr(run.data, part) or ()) for part in ("train", "val", "test")}
     log.info("data %s, %d classes, %s; output %s", run.data.name, len(run.data.classes), parts, run.output)
     for note in run.data.notes:
