@@ -2,6 +2,8 @@
 
 from .arrays import Affine, ArrayImages
 from .embedded import digits, mnist5k, synthetic
+from .external import hf_dataset, torchvision
+from .folder import imagefolder
 from .order import Batches, TrainOrder, load, share
 from .sets import CorruptImage, ImageData, Preparation
 
@@ -14,8 +16,11 @@ __all__ = [
     "Preparation",
     "TrainOrder",
     "digits",
+    "hf_dataset",
+    "imagefolder",
     "load",
     "mnist5k",
     "share",
     "synthetic",
+    "torchvision",
 ]

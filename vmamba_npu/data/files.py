@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
-from timm.data import create_transform
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from .randomness import mix, seeded
-from .sets import CorruptImage, Key, Preparation
+from .sets import CorruptImage, Key, Preparation, size_of
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -27,25 +27,41 @@ def read_image(path: str | Path, in_chans: int = 3) -> Image.Image:
     Raises:
         CorruptImage: the file is not an image, or ends early.
     """
+    _check_channels(in_chans)
     try:
         with Image.open(path) as image:
             image.load()
             return convert(image, in_chans)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's decoders raise errors of many types on bad bytes
         raise CorruptImage(f"{path}: not a readable image ({error})") from None
+
+
+def _check_channels(in_chans: int) -> None:
+    if in_chans not in MODES:
+        raise ValueError(f"data.in_chans: image files give 1 or 3 channels, got {in_chans}")
 
 
 def convert(image: Image.Image, in_chans: int) -> Image.Image:
     """An image as 8-bit RGB or grey, by the number of channels."""
-    if in_chans not in MODES:
-        raise ValueError(f"data.in_chans: image files give 1 or 3 channels, got {in_chans}")
+    _check_channels(in_chans)
     if image.mode.startswith("I"):  # 16 bits in one of Pillow's integer modes; its own conversion would clip at 255
         image = Image.fromarray((np.clip(np.asarray(image, dtype=np.int64), 0, 65535) // 257).astype(np.uint8))
     if image.mode in ("P", "PA") and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert(MODES[in_chans])
+
+
+def preparation(
+    img_size: int | list[int], in_chans: int, mean: list[float] | None, std: list[float] | None, crop_pct: float,
+    interpolation: str,
+) -> Preparation:  # fmt: skip
+    """How images of files are prepared; mean and standard deviation None for ImageNet's (their mean, for grey)."""
+    _check_channels(in_chans)
+    usual = [[sum(v) / 3] if in_chans == 1 else list(v) for v in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)]
+    size = size_of(img_size, (224, 224))
+    return Preparation(size, in_chans, tuple(mean or usual[0]), tuple(std or usual[1]), interpolation, crop_pct)
 
 
 def eval_transform(prepare: Preparation) -> Callable[[Image.Image], Tensor]:

@@ -52,10 +52,10 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Weights as safetensors, with a few words about them."""
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Weights as safetensors; equal weights give equal bytes."""
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
-    blob = safetensors.torch.save(tensors, {"format": "pt", **(about or {})})
+    blob = safetensors.torch.save(tensors, {"format": "pt"})  # two entries here would be written in any order
     write(path, lambda file: file.write(blob))
 
 

@@ -43,7 +43,7 @@ def write_model(folder: Path, run: Run, results: Mapping[str, Any], weights: Map
     told = {key: value for key, value in results.items() if key != "output"}
     ours = {"data": run.data.name, "results": told}
     text = _timm_config(model, run.data.classes, prepare, ours)
-    save_weights(folder / "model.safetensors", weights, {"architecture": results["model"]})
+    save_weights(folder / "model.safetensors", weights)
     write_text(folder / "config.json", text)
     save_config(folder / "config.yaml", run.config)
     write_text(folder / "README.md", _card(run, results, json.loads(text)))

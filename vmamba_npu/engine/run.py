@@ -136,7 +136,7 @@ class Run:
         """Save the weights that count as those of the best epoch."""
         weights = self.weights(self.final)
         if self.here.first:
-            save_weights(self.output / BEST, weights, {"epoch": str(self.position.epoch)})
+            save_weights(self.output / BEST, weights)
 
 
 def start(
