@@ -90,7 +90,8 @@ class Mamba2(Mamba2Mixer):
             u: [B, L, d_model]; [B * L, d_model] with `seqlen`.
             seqlen: L, if u has no batch axis.
             seq_idx: [B, L] integer, the sequence that each token belongs to; a negative index marks padding.
-            cu_seqlens: [sequences + 1] integer borders of sequences packed in one row (B = 1).
+            cu_seqlens: [sequences + 1] integer borders of sequences packed in one row (B = 1). With both descriptions
+                given, they must agree.
             inference_params: an object with `seqlen_offset` and `key_value_memory_dict`. At offset 0 the sequences
                 start anew and their states are written to the cache of this layer. At a larger offset they go on from
                 the cache, by one token or by many, and update it; with `seq_idx` the tokens of index 0 go on.
@@ -138,7 +139,7 @@ class Mamba2(Mamba2Mixer):
             conv = self._convolve(longer, conv_idx).index_select(1, places)
             initial_states = ssm_state.clone()  # the cache changes below, and a backward may still need this
         y, final_states = self._scan(conv, dt, z, initial_states, seq_idx if cu_seqlens is None else None, cu_seqlens)
-        if cache is not None and u.shape[1] > 0:
+        if cache is not None:
             cache[0].copy_(last_columns(longer.detach(), self.d_conv, conv_idx, borders))
             cache[1].copy_(final_states.detach())
         return self._finish(y, z, z0, x0)

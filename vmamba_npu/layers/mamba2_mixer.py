@@ -11,6 +11,7 @@ from ..ops import causal_conv1d, ssd
 from .norm import RMSNorm, check_backend
 
 INFINITY = float("inf")
+NO_DECAY = ("dt_bias", "A_log", "D", "init_states")
 
 
 def _check_positive(**sizes: int) -> None:
@@ -159,8 +160,34 @@ class Mamba2Mixer(nn.Module):
             group = self.d_ssm // ngroups
             self.norm = RMSNorm(self.d_ssm, 1e-5, group, norm_before_gate, backend=backend, **dd)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, **dd)
-        for parameter in (self.dt_bias, self.A_log, self.D):
-            parameter._no_weight_decay = True
+        self._mark_no_weight_decay()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that optimizers should not decay (they carry `_no_weight_decay` too)."""
+        return {name for name in NO_DECAY if getattr(self, name, None) is not None}
+
+    @torch.jit.ignore
+    def _mark_no_weight_decay(self) -> None:
+        for name in self.no_weight_decay():
+            getattr(self, name)._no_weight_decay = True
+
+    # PyTorch makes new parameters, without their attributes, in each of these.
+    @torch.jit.ignore
+    def __setstate__(self, state) -> None:  # copy.deepcopy
+        super().__setstate__(state)
+        self._mark_no_weight_decay()
+
+    @torch.jit.ignore
+    def _apply(self, fn, recurse=True):  # to_empty
+        super()._apply(fn, recurse)
+        self._mark_no_weight_decay()
+        return self
+
+    @torch.jit.ignore
+    def _load_from_state_dict(self, *args, **kwargs) -> None:  # load_state_dict(assign=True)
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_no_weight_decay()
 
     @torch.jit.ignore
     @torch.no_grad()

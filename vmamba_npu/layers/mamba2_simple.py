@@ -65,7 +65,7 @@ class Mamba2Simple(Mamba2Mixer):
         if learnable_init_states:
             states = torch.zeros(self.nheads, headdim, d_state, device=device, dtype=dtype)
             self.init_states = nn.Parameter(states)
-            self.init_states._no_weight_decay = True
+            self._mark_no_weight_decay()
 
     def forward(self, u: Tensor, seq_idx: Tensor | None = None) -> Tensor:  # [B, L, d_model] -> [B, L, d_model]
         check_packing(u, seq_idx, None)
