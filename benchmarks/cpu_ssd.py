@@ -2,10 +2,10 @@
 
     python -m benchmarks.cpu_ssd [--threads 2] [--save]
 
-The yardstick is what no implementation by matrix products can avoid: with the chunk of the case, C B^T, (C B^T . decay) X,
-C S and B^T X for the forward, and for the backward the eight products of the closed form (dY X^T, its two uses, and those
-with the states and their gradients), each one `torch.bmm` over all chunks and heads at once. Peak extra memory is the
-growth of the resident set in a fresh process that makes one forward and backward.
+The yardstick is what no implementation by matrix products can avoid: with the chunk of the case, C B^T,
+(C B^T . decay) X, C S and B^T X for the forward, and for the backward the eight products of the closed form (dY
+X^T, its two uses, and those with the states and their gradients), each one `torch.bmm` over all chunks and heads at once. Peak
+extra memory is the growth of the resident set in a fresh process that makes one forward and backward.
 """
 
 import argparse
@@ -138,7 +138,7 @@ def main() -> None:
         rows.append(row)
         print(
             f"{name:6} {row['shape_b_l_h_p_n_chunk_g']}  "
-            f"forward {row['forward_ms']:7.2f} ms = {row['forward_ratio']:.2f} x products (goal {row['forward_goal']})  "
+            f"forward {row['forward_ms']:.2f} ms = {row['forward_ratio']:.2f} x products (goal {row['forward_goal']})  "
             f"forward+backward {row['both_ms']:7.2f} ms = {row['both_ratio']:.2f} x (goal {row['both_goal']})  "
             f"peak extra {row['peak_extra_mb']:.0f} MB  error {row['error_of_256_tokens']:.1e}",
             flush=True,

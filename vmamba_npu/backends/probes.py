@@ -21,7 +21,7 @@ def torch_npu() -> str | None:
         import_module("torch_npu")
         import torch
 
-        if torch.npu.is_available():
+        if torch.get_device_module("npu").is_available():
             return None
         return "torch_npu imports but sees no NPU (check `npu-smi info` and the driver)"
     except Exception as error:  # a plugin without its toolkit fails in many ways; each of them means "absent"

@@ -120,7 +120,8 @@ def choose(op: str, backend: str, x: torch.Tensor, *call: Any) -> str:
     if reason := table[backend].why_not(x, *call):
         serving = [name for name, why in explain(op, x, *call).items() if why is None]
         raise BackendUnavailable(
-            f"{op}: backend {backend!r} cannot serve this call: {reason}. Serving it here: {', '.join(serving) or 'none'}."
+            f"{op}: backend {backend!r} cannot serve this call: {reason}. "
+            f"Serving it here: {', '.join(serving) or 'none'}."
         )
     return backend
 

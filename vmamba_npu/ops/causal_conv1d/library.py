@@ -69,8 +69,9 @@ def causal_conv1d_bwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = (x, weight, bias, seq_idx, initial_states, activation)
-    dx, *others = resolve(OP, backend, *call).backward(dout, dfinal_states, *call)
-    return _in_layout_of(x, dx), *(x.new_empty(0) if g is None else g for g in others)
+    dx, dweight, dbias, dinitial = resolve(OP, backend, *call).backward(dout, dfinal_states, *call)
+    dbias, dinitial = (x.new_empty(0) if g is None else g for g in (dbias, dinitial))
+    return _in_layout_of(x, dx), dweight, dbias, dinitial
 
 
 @causal_conv1d_bwd.register_fake

@@ -51,12 +51,12 @@ class _Signal:
         return same[:, None, self.L :]
 
     def convolve(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        p = None
+        p = torch.zeros_like(self.tap(self.tokens, 0), memory_format=torch.contiguous_format)
         for j in range(self.width):
-            w, X, counts = self.channels(weight[:, j]), self.tap(self.tokens, j), self.counts(j)
+            X, counts = self.tap(self.tokens, j), self.counts(j)
             if counts is not None:
                 X = X.masked_fill(~counts, 0)
-            p = X * w if p is None else p.addcmul_(X, w)
+            p.addcmul_(X, self.channels(weight[:, j]))
         if bias is not None:
             p = p.add_(self.channels(bias))
         if self.seq_idx is not None:

@@ -52,7 +52,7 @@ def gated_rms_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = (x, weight, bias, z, eps, group_size, norm_before_gate)
     gradients = resolve(OP, backend, *call).backward(dy, *call)
-    return tuple(x.new_empty(0) if g is None else g for g in gradients)
+    return tuple(x.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
 
 
 @gated_rms_norm_bwd.register_fake

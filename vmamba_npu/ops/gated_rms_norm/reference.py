@@ -32,9 +32,10 @@ def backward(dy, x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple
     inputs = (x, weight, bias, z)
     x, weight, bias, z = _wide(*inputs)
     dy = dy.to(x.dtype)
-    sigmoid = None if z is None else torch.sigmoid(z)
-    gate = 1 if z is None else z * sigmoid
-    slope = None if z is None else sigmoid * (1 + z * (1 - sigmoid))
+    gate, slope = torch.ones_like(x), torch.zeros_like(x)  # of silu at z
+    if z is not None:
+        sigmoid = torch.sigmoid(z)
+        gate, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
     u = x if norm_before_gate else x * gate
     dv = dy * gate if norm_before_gate else dy
     du, normed = torch.empty_like(u), torch.empty_like(u)
@@ -46,7 +47,7 @@ def backward(dy, x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple
     dweight = (dv * normed).flatten(0, -2).sum(0) if x.ndim > 1 else dv * normed
     dbias = None if bias is None else (dv.flatten(0, -2).sum(0) if x.ndim > 1 else dv)
     v = normed * weight if bias is None else normed * weight + bias
-    dz = None if z is None else (dy * v if norm_before_gate else du * x) * slope
+    dz = (dy * v if norm_before_gate else du * x) * slope
     dx = du if norm_before_gate else du * gate
     return tuple(
         None if t is None else d.to(dtype=t.dtype, memory_format=torch.contiguous_format, copy=True)

@@ -26,26 +26,32 @@ def forward(x, weight, bias, z, eps, group_size, norm_before_gate) -> Tensor:
 
 def backward(dy, x, weight, bias, z, eps, group_size, norm_before_gate) -> tuple[Tensor | None, ...]:
     acc = at_least_float32(x.dtype)
-    xs, dys, zs = (None if t is None else _grouped(t, group_size, acc) for t in (x, dy, z))
+    xs, dys = _grouped(x, group_size, acc), _grouped(dy, group_size, acc)
     w = weight.to(acc).view(xs.shape[1:])
-    sigmoid = None if zs is None else zs.sigmoid()
-    gate = None if zs is None else zs * sigmoid
-    gated_after = norm_before_gate and gate is not None
-    gated_before = not norm_before_gate and gate is not None
-    u = xs * gate if gated_before else xs
-    dv = dys * gate if gated_after else dys
-    r = (u.square().mean(-1, keepdim=True) + eps).rsqrt()
-    normed = u * r
-    g = dv * w
-    du = r * (g - normed * (g * normed).mean(-1, keepdim=True))
-    dz = None
-    if gate is not None:
-        slope = sigmoid * (1 + zs * (1 - sigmoid))
-        v = normed * w if bias is None else normed * w + bias.to(acc).view(xs.shape[1:])
-        dz = ((dys * v if gated_after else du * xs) * slope).view(x.shape).to(z.dtype)
+    if z is None:
+        du, dv, normed = _norm_gradient(xs, dys, w, eps)
+        dx, dz = du, None
+    else:
+        zs = _grouped(z, group_size, acc)
+        sigmoid = zs.sigmoid()
+        gate, slope = zs * sigmoid, sigmoid * (1 + zs * (1 - sigmoid))
+        if norm_before_gate:
+            du, dv, normed = _norm_gradient(xs, dys * gate, w, eps)
+            v = normed * w if bias is None else normed * w + bias.to(acc).view(xs.shape[1:])
+            dx, dz = du, dys * v * slope
+        else:
+            du, dv, normed = _norm_gradient(xs * gate, dys, w, eps)
+            dx, dz = du * gate, du * xs * slope
     return (
-        (du * gate if gated_before else du).view(x.shape).to(x.dtype),
+        dx.view(x.shape).to(x.dtype),
         (dv * normed).sum(0).flatten().to(weight.dtype),
         None if bias is None else dv.sum(0).flatten().to(bias.dtype),
-        dz,
+        None if z is None or dz is None else dz.view(x.shape).to(z.dtype),
     )
+
+
+def _norm_gradient(u: Tensor, dv: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of u, dv, normed u) of v = normed u * weight, [rows, groups, group size] each."""
+    r = (u.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed, g = u * r, dv * weight
+    return r * (g - normed * (g * normed).mean(-1, keepdim=True)), dv, normed

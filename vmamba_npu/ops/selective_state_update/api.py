@@ -29,7 +29,7 @@ def selective_state_update(
         state = exp(step[:, None] * A) * state + (step * x)[:, None] * B
         y     = (state @ C + D * x) * silu(z)
 
-    It continues `ssd` exactly if A, dt, dt_bias and D of a head are expanded over P and N (views with stride 0 will do).
+    It continues `ssd` exactly if A, dt, dt_bias and D of a head are expanded over P and N (views of stride 0 will do).
     Without heads, every tensor lacks the axes H and G.
 
     Source: Mamba-2 (arXiv:2405.21060); docs/ssd.md.

@@ -40,7 +40,8 @@ def selective_state_update(
     has_heads = state.ndim == 4
     if not has_heads:  # backends see one head and one group
         state, x, dt, B, C = (t.unsqueeze(1) for t in (state, x, dt, B, C))
-        A, D, dt_bias = (None if t is None else t.unsqueeze(0) for t in (A, D, dt_bias))
+        A = A.unsqueeze(0)
+        D, dt_bias = (None if t is None else t.unsqueeze(0) for t in (D, dt_bias))
         z = None if z is None else z.unsqueeze(1)
     call = (state, x, dt, A, B, C, D, z, dt_bias, *options)
     y = resolve(OP, backend, *call).update(*call)

@@ -26,7 +26,10 @@ def update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indice
             continue
         for h in range(x.shape[1]):
             token = (state[row, h], x[b, h], dt[b, h], A[h], B[b, h // heads], C[b, h // heads])
-            optional = (t if t is None else t[at].to(acc) for t, at in ((D, h), (z, (b, h)), (dt_bias, h)))
-            y_head, new = step(*(t.to(acc) for t in token), *optional, dt_softplus, dt_min, dt_max)
+            skip, gate, bias = (None if t is None else t[h].to(acc) for t in (D, None if z is None else z[b], dt_bias))
+            wide = [t.to(acc) for t in token]
+            y_head, new = step(
+                wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], skip, gate, bias, dt_softplus, dt_min, dt_max
+            )
             y[b, h], state[row, h] = y_head.to(x.dtype), new.to(state.dtype)
     return y

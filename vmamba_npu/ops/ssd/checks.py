@@ -1,5 +1,7 @@
 """What every backend of SSD may take for granted; runs on real and on fake tensors."""
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from ...backends.checks import (
@@ -66,5 +68,5 @@ def check_ssd(
 def check_borders(cu_seqlens: Tensor, L: int) -> None:
     """Values of cu_seqlens; reads the tensor, so it is called on CPU tensors only."""
     borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != L or any(a > b for a, b in zip(borders, borders[1:], strict=False)):
+    if borders[0] != 0 or borders[-1] != L or any(a > b for a, b in pairwise(borders)):
         raise ValueError(f"cu_seqlens: expected non-decreasing borders from 0 to L = {L}, got {borders[:8]}")

@@ -1,5 +1,7 @@
 """SSD by its definition, token after token, in any float dtype (float64 stays float64)."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,7 +52,7 @@ def _rows(x, dt, A, B, C, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softp
         where = [(b, 0, L) for b in range(batch)]
     else:
         borders = cu_seqlens.tolist()
-        where = [(0, a, b) for a, b in zip(borders, borders[1:], strict=False)]
+        where = [(0, a, b) for a, b in pairwise(borders)]
     restart = _restarts(x, seq_idx)
     rows = [_Row(*w, x, steps, A, B, C, restart) for w in where]
     initial = x.new_zeros(len(where), H, P, B.shape[3]) if initial_states is None else initial_states.to(acc)
@@ -96,7 +98,7 @@ def backward(
     dx, d_steps, d_decay = torch.zeros_like(do), torch.zeros_like(steps), torch.zeros_like(steps)
     dB = torch.zeros(*B.shape[:2], x.shape[2], B.shape[3], dtype=acc, device=x.device)  # [B, L, H, N]
     dC, dinitial = torch.zeros_like(dB), torch.empty_like(initial)
-    for i, ((b, t0, t1), row) in enumerate(zip(where, rows, strict=True)):
+    for i, ((b, t0, _), row) in enumerate(zip(where, rows, strict=True)):
         dS = dfinal_states[i].to(acc)
         for t, S_before, S in _states_backwards(row, initial[i]):
             at = (b, t0 + t)

@@ -53,7 +53,8 @@ def backward(
     step_arguments = (dt, dt_bias, dt_softplus, dt_min, dt_max, acc)
     decays = Decays(steps(*step_arguments), A, groups, x.shape[3], p)
     skip = to_skip(D, groups, acc)
-    xs, Bs, Cs, zs, dys = (t if t is None else gather(t, p.index) for t in (x, B, C, z, dy))
+    xs, Bs, Cs, dys = (gather(t, p.index) for t in (x, B, C, dy))
+    zs = None if z is None else gather(z, p.index)
     grads = Gradients(xs, Bs, zs, decays, skip, initial)
     with workspace(x.device, acc) as ws:
         for rows, spans in p.blocks(x.shape[2], x.device):
@@ -70,7 +71,7 @@ def backward(
                 d_states, d_state = block.walk_back(d_adds, d_state, d_final, grads.initial)
                 through_state = carried(block, states)
                 mixing, d_stepped = _inside(block, do, grads)
-                if zs is not None:
+                if zs is not None and grads.z is not None:
                     o = output(block, mixing, through_state, skip, block.empty_by_head("o"))
                     block.store(grads.z, _gate_gradient(block.tokens(zs).to(acc), block.tokens(dys), o))
                 _through_states(
@@ -85,16 +86,16 @@ def backward(
         d_A.to(A.dtype),
         scatter(grads.B, p.index, x),
         scatter(grads.C, p.index, x),
-        None if D is None else (grads.D if D.ndim == 2 else grads.D.sum(-1)).reshape(D.shape).to(D.dtype),
-        None if z is None else scatter(grads.z, p.index, x),
+        None if D is None or grads.D is None else _skip_gradient(grads.D, D),
+        None if grads.z is None else scatter(grads.z, p.index, x),
         None if dt_bias is None else d_raw.sum((0, 1)).to(dt_bias.dtype),
         None if initial_states is None else from_group_states(grads.initial, x.shape[3]).to(initial_states.dtype),
     )
 
 
 def _walk_rows(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Tensor, ws: Workspace):
-    """For each block of these rows the state at its start [rows, G, N, h * P], and those of its chunks, or None for them
-    if they are too many to keep: then they are computed again when the block's turn comes."""
+    """For each block of these rows the state at its start [rows, G, N, h * P] and those of its chunks [b, N, h * P], or
+    None for these if they are too many to keep: then they are computed again when the block's turn comes."""
     state = torch.zeros(rows.stop - rows.start, *initial.shape[1:], dtype=initial.dtype, device=x.device)
     keep = p.count * state.numel() <= KEPT_STATES
     walked = []
@@ -106,6 +107,11 @@ def _walk_rows(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Te
             states, state = block.walk(adds, before, initial, None, f"states{number if keep else ''}")
         walked.append((before, states if keep else None))
     return walked
+
+
+def _skip_gradient(d_skip: Tensor, D: Tensor) -> Tensor:
+    """[G, h, P] -> the shape of D, [H] or [H, P]."""
+    return (d_skip if D.ndim == 2 else d_skip.sum(-1)).reshape(D.shape).to(D.dtype)
 
 
 def _before_gate(block: Block, dy: Tensor, z: Tensor | None) -> Tensor:
@@ -158,7 +164,7 @@ def _through_states(block: Block, do, weighted, weighted_do, carried, states, d_
     over = grads.log_decay[here] + from_state - to_state
     grads.log_decay[here] = over.flip(-1).cumsum(-1).flip(-1) + (to_state.sum(-1) + kept)[..., None]
     grads.step[here] = torch.mul(d_stepped, block.x, out=block.empty_by_head("values")).sum(-1)
-    if skip is not None:
+    if grads.D is not None:
         grads.D += torch.mul(do, block.x, out=block.empty_by_head("values")).sum((0, 1, 4))
     dx = torch.mul(d_stepped, block.of(block.decays.step), out=block.target("values", grads.x))
     block.store(grads.x, dx if skip is None else dx.addcmul_(do, skip))

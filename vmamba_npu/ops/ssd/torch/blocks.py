@@ -1,4 +1,4 @@
-"""One block of rows and chunks: its tensors in the layouts of the matrix products, and the walk of the state over it."""
+"""One block of rows and chunks: its tensors in the layouts of the products, and the walk of the state over it."""
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class Block:
         states = self._state_buffer(name)
         states[0] = first
         step_by_step = states.unbind(0)
-        adds = adds.view(self.grid[0], *first.shape).unbind(0)
-        for i, (decay, add) in enumerate(zip(self._whole(), adds, strict=True)):
+        each_adds = adds.view(self.grid[0], *first.shape).unbind(0)
+        for i, (decay, add) in enumerate(zip(self._whole(), each_adds, strict=True)):
             if self.c0 + i in self.plan.begins:
                 rows, sequences = at_border(self.plan.begins[self.c0 + i], self.rows)
                 states[i, rows] = initial[sequences]
@@ -105,13 +105,13 @@ class Block:
         states = self._state_buffer("d_states")
         states[-1] = last
         step_by_step = states.unbind(0)
-        adds = adds.view(self.grid[0], *last.shape).unbind(0)
+        each_adds = adds.view(self.grid[0], *last.shape).unbind(0)
         decays = self._whole()
         for i in reversed(range(self.grid[0])):
             if self.c0 + i in self.plan.ends:
                 rows, sequences = at_border(self.plan.ends[self.c0 + i], self.rows)
                 states[i + 1, rows] = d_final[sequences]
-            torch.addcmul(adds[i], step_by_step[i + 1], decays[i], out=step_by_step[i])
+            torch.addcmul(each_adds[i], step_by_step[i + 1], decays[i], out=step_by_step[i])
             if self.c0 + i in self.plan.begins:
                 rows, sequences = at_border(self.plan.begins[self.c0 + i], self.rows)
                 d_initial[sequences] = states[i, rows]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from threading import local
 
@@ -66,17 +67,18 @@ def plan(x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Plan:
 def _segments(
     batch: int, L: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
 ) -> list[list[tuple[int, int, int, int]]]:
-    """For each row its runs of one sequence: (first token, end, sequence it starts from, sequence it ends), flattened."""
+    """Each row's runs of one sequence: (first token, end, sequence whose state it starts from, sequence it ends)."""
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
-        return [[(a, b, i, i) for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False)) if a < b]]
+        return [[(a, b, i, i) for i, (a, b) in enumerate(pairwise(borders)) if a < b]]
+    assert seq_idx is not None
     changes = F.pad(seq_idx[:, :-1], (1, 0)) != seq_idx
     rows = []
     for r in range(batch):
         starts = changes[r].nonzero()[:, 0].tolist()
         fresh = starts[:1] == [0]  # the first token is not of sequence 0: the initial state is dropped
         borders = ([] if fresh else [0]) + starts + [L]
-        runs = list(zip(borders, borders[1:], strict=False)) if L else []
+        runs = list(pairwise(borders)) if L else []
         last = len(runs) - 1
         rows.append(
             [(r * L + a, r * L + b, -1 if i or fresh else r, r if i == last else -1) for i, (a, b) in enumerate(runs)]
@@ -133,13 +135,14 @@ class Workspace:
         self._views: dict[tuple[str | int, ...], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        view = self._views.get((name, *shape))
+        key: tuple[str | int, ...] = (name, *shape)
+        view = self._views.get(key)
         if view is None:
             size = prod(shape)
             if name not in self._buffers or self._buffers[name].numel() < size:
                 self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-                self._views = {key: t for key, t in self._views.items() if key[0] != name}
-            view = self._views[(name, *shape)] = self._buffers[name][:size].view(shape)
+                self._views = {k: t for k, t in self._views.items() if k[0] != name}
+            view = self._views[key] = self._buffers[name][:size].view(shape)
         return view
 
     def __len__(self) -> int:
@@ -151,16 +154,16 @@ class Workspace:
 
 @contextmanager
 def workspace(device: torch.device, dtype: torch.dtype) -> Iterator[Workspace]:
-    """A workspace for one call: on a CPU the one that this thread has kept, elsewhere (allocators cache there) a new one."""
-    ws = _THREAD.__dict__.pop(dtype, None) if device.type == "cpu" else None
+    """Working memory of a call: on a CPU what this thread has kept; elsewhere allocators cache, so new buffers."""
+    ws = _THREAD.__dict__.pop(str(dtype), None) if device.type == "cpu" else None
     ws = Workspace(device, dtype) if ws is None else ws
     yield ws
     if device.type == "cpu" and ws.bytes() <= KEPT_BYTES and len(ws) <= 1000:
-        _THREAD.__dict__[dtype] = ws
+        _THREAD.__dict__[str(dtype)] = ws
 
 
 def block(t: Tensor, p: Plan, rows: slice, c0: int, c1: int) -> Tensor:
-    """Tokens of the block as [chunks, rows, size, ...]: a view, except where the last chunk needs padding with zeros."""
+    """Tokens of the block as [chunks, rows, size, ...]: a view, unless the last chunk needs padding with zeros."""
     t = t[rows, c0 * p.size : c1 * p.size]
     missing = (c1 - c0) * p.size - t.shape[1]
     if missing:

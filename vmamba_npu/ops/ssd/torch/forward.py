@@ -18,7 +18,8 @@ def forward(
     final = initial.clone()
     decays = Decays(steps(dt, dt_bias, dt_softplus, dt_min, dt_max, acc), A, B.shape[2], x.shape[3], p)
     skip = to_skip(D, B.shape[2], acc)
-    xs, Bs, Cs, zs = (t if t is None else gather(t, p.index) for t in (x, B, C, z))
+    xs, Bs, Cs = (gather(t, p.index) for t in (x, B, C))
+    zs = None if z is None else gather(z, p.index)
     y = torch.empty(xs.shape, dtype=x.dtype, device=x.device)
     with workspace(x.device, acc) as ws:
         for rows, spans in p.blocks(x.shape[2], x.device):
