@@ -1,6 +1,7 @@
 """Mamba-2 layers by their recurrences, token by token in float64: what the tests of the layers compare with."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Sequence:
         p = w["in_proj.weight"] @ u + w.get("in_proj.bias", 0)
         sizes = [m.d_inner - E, m.d_inner - E, E, E + 2 * GN, self.H]
         starts = [sum(sizes[:i]) for i in range(6)]
-        z0, x0, z, xBC, dt = (p[a:b] for a, b in zip(starts, starts[1:], strict=False))
+        z0, x0, z, xBC, dt = (p[a:b] for a, b in pairwise(starts))
         self.window = [*self.window[1:], xBC]
         conv = w.get("conv1d.bias", 0) + sum(w["conv1d.weight"][:, 0, j] * self.window[j] for j in range(m.d_conv))
         conv = silu(conv)

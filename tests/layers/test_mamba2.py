@@ -164,7 +164,7 @@ def test_other_refusals():
         layer(draw(2, 3, 7))
     with pytest.raises(ValueError, match=r"u: .*seqlen = 4.*\(6, 8\)"):
         layer(draw(6, 8), seqlen=4)
-    with pytest.raises(TypeError, match="seq_idx.*str"):
+    with pytest.raises(TypeError, match=r"seq_idx.*str"):
         layer(draw(1, 3, 8), seq_idx="012")
     with pytest.raises(ValueError, match="batch"):
         layer(draw(0, 3, 8))

@@ -1,5 +1,6 @@
-"""Mamba2 with caches and packed sequences: steps, prefill, chunked prefill, seq_idx, cu_seqlens against the recurrence."""
+"""Mamba2 with caches and packed sequences against the recurrence: steps, prefill in pieces, seq_idx, cu_seqlens."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +114,7 @@ def test_cache_refusals():
     for pieces in (draw(3, 1, 8), draw(3, 2, 8)):
         with pytest.raises(ValueError, match="cache has 2 rows, the input 3"):
             layer(pieces, inference_params=inference)
-    with pytest.raises(ValueError, match="layer_idx.*None"):
+    with pytest.raises(ValueError, match=r"layer_idx.*None"):
         make(layer_idx=None)(draw(1, 3, 8), inference_params=params())
     cache = layer.allocate_inference_cache(2, 1)
     with pytest.raises(ValueError, match=r"one token.*\(2, 3, 8\)"):
@@ -126,7 +127,7 @@ def test_cache_refusals():
 
 def separate(layer, weights, u, borders=BORDERS):
     """(outputs [1, L, d_model], conv_state, ssm_state) of the sequences of u [1, L, d_model], each run alone."""
-    parts = [run(layer, weights, u[0, a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    parts = [run(layer, weights, u[0, a:b]) for a, b in pairwise(borders)]
     out, conv, ssm = zip(*parts, strict=True)
     return torch.cat(out)[None], torch.stack(conv), torch.stack(ssm)
 
@@ -232,7 +233,7 @@ def test_bad_packing_is_named(packing, error, words):
 
 
 def test_packing_needs_one_row():
-    with pytest.raises(ValueError, match="cu_seqlens.*B = 2"):
+    with pytest.raises(ValueError, match=r"cu_seqlens.*B = 2"):
         make()(draw(2, 6, 8), cu_seqlens=torch.tensor([0, 6]))
 
 
