@@ -2,10 +2,10 @@
 
     python -m benchmarks.cpu_ssd [--threads 2] [--save]
 
-The yardstick is what no implementation by matrix products can avoid: with the chunk of the case, C B^T,
-(C B^T . decay) X, C S and B^T X for the forward, and for the backward the eight products of the closed form (dY
-X^T, its two uses, and those with the states and their gradients), each one `torch.bmm` over all chunks and heads at once. Peak
-extra memory is the growth of the resident set in a fresh process that makes one forward and backward.
+The yardstick is what no implementation by matrix products can avoid, each product one `torch.bmm` over all chunks and
+heads at once, with the chunk of the case. Forward: C B^T, (C B^T . decay) X, C S, B^T X. Backward, by the closed form:
+dY X^T, its two uses, and those with the states and their gradients, eight in all. Peak extra memory is the growth of the
+resident set in a fresh process that makes one forward and backward.
 """
 
 import argparse
