@@ -14,5 +14,7 @@ def serving(op: str, dtype: torch.dtype, device: str = "cpu") -> list[str]:
     return [
         name
         for name, impl in operators()[op].items()
-        if (impl.devices is None or probe.device.type in impl.devices) and dtype in impl.dtypes and impl.missing() is None
+        if (impl.devices is None or probe.device.type in impl.devices)
+        and dtype in impl.dtypes
+        and impl.missing() is None
     ]
