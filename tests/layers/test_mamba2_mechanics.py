@@ -1,10 +1,13 @@
 """Mamba-2 layers under what users do to modules: compile, export, script, trace, wrap, checkpoint, stack, lay out."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.layers.mamba2_definition import disturb, draw, rows, weights_of
@@ -175,6 +178,26 @@ def test_gradient_checkpointing():
     layer, u = disturb(Mamba2(8, **SMALL)), draw(2, 7, 8)
     got, want = checkpoint(layer, u, use_reentrant=False), layer(u)
     torch.testing.assert_close(gradients(layer, got), gradients(layer, want))
+
+
+def test_fsdp2_in_both_ways_the_document_names(tmp_path):
+    """Float32 weights under a policy, and a bfloat16 layer cast whole: outputs and gradients of the unsharded layer."""
+    layer, u = Mamba2(32, d_state=8, headdim=16), draw(2, 5, 32).to(torch.bfloat16)
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    want = half(u)
+    want_d = gradients(half, want.float())
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for sharded in (fully_shard(layer, mesh=mesh, mp_policy=policy), fully_shard(copy.deepcopy(half), mesh=mesh)):
+            out = sharded(u)
+            torch.testing.assert_close(out, want)
+            out.float().square().sum().backward()
+            for p, d in zip(sharded.parameters(), want_d, strict=True):
+                torch.testing.assert_close(p.grad.full_tensor().to(torch.bfloat16), d)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_tokens_see_the_past_alone():
