@@ -1,6 +1,7 @@
 """ssd: every backend against the recurrence in float64, forward and all gradients."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_packed_sequences_have_their_own_states(backend, borders, dtype):
     initial = torch.randn(len(borders) - 1, 4, 3, 4, dtype=torch.float64, requires_grad=True)
     packed = call | {"initial_states": initial, "cu_seqlens": torch.tensor(borders, dtype=dtype)}
     y, final = ssd(**packed, backend=backend)
-    for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(borders)):
         alone = {k: v[:, a:b] if k in ("x", "dt", "B", "C", "z") else v for k, v in call.items()}
         want = definition(**alone, initial_states=initial[i : i + 1])
         torch.testing.assert_close((y[:, a:b], final[i : i + 1]), want)

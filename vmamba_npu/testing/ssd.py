@@ -1,5 +1,7 @@
 """SSD for tests: seeded inputs with every option, and the recurrence of its definition in float64."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -104,7 +106,7 @@ def definition(
         spans = [(slice(None), 0, L)]
     else:
         borders = cu_seqlens.tolist()
-        spans = [(slice(i, i + 1), a, b) for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False))]
+        spans = [(slice(i, i + 1), a, b) for i, (a, b) in enumerate(pairwise(borders))]
     if initial_states is None:
         initial_states = x.new_zeros(batch if cu_seqlens is None else len(spans), H, P, B.shape[3])
     rows, final = [x.new_zeros(batch, 0, H, P)], []
