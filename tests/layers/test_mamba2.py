@@ -226,6 +226,14 @@ def test_a_half_module_answers_in_its_dtype(dtype):
     assert error_ratio(out, rows(layer, weights_of(layer), u.to(dtype).double())[0]) < 2e-2
 
 
+@pytest.mark.parametrize("kind", [Mamba2, Mamba2Simple])
+def test_decay_rates_of_half_weights_are_float32(kind):
+    layer = kind(64, headdim=2, dtype=torch.bfloat16)
+    torch.testing.assert_close(layer._decay_rates(), -layer.A_log.float().exp(), rtol=1e-6, atol=0)
+    rates = kind(64, headdim=2, dtype=torch.float64)
+    torch.testing.assert_close(rates._decay_rates(), -rates.A_log.exp(), rtol=1e-14, atol=0)
+
+
 def test_fp16_training_step_with_a_scaler():
     layer = Mamba2(16, d_state=4, headdim=8)
     optimizer, scaler = torch.optim.SGD(layer.parameters(), 0.1), torch.amp.GradScaler("cpu")

@@ -38,6 +38,23 @@ def test_compile_is_one_graph_forward_and_backward(kind):
     torch.testing.assert_close(gradients(layer, got), gradients(layer, want))
 
 
+def test_compiled_training_follows_eager():
+    u, target, curves = draw(4, 9, 8), draw(4, 9, 8, seed=1), []
+    first = nn.Sequential(disturb(Mamba2(8, **SMALL)), disturb(Mamba2(8, **SMALL), seed=50))
+    for wrap in (compiled, lambda model: model):
+        model = copy.deepcopy(first)
+        step, optimizer, losses = wrap(model), torch.optim.AdamW(model.parameters(), 1e-2), []
+        for _ in range(20):
+            loss = (step(u) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    torch.testing.assert_close(*curves, rtol=1e-6, atol=0)
+    assert curves[0][-1] < 0.9 * curves[0][0]
+
+
 @pytest.mark.parametrize(
     "packing",
     [dict(seq_idx=torch.tensor([[0, 0, 1, 1, 1, 2, 2]])), dict(cu_seqlens=torch.tensor([0, 2, 5, 7]))],

@@ -204,6 +204,27 @@ def test_seq_idx_with_a_cache():
     torch.testing.assert_close(inference.key_value_memory_dict[7][1], torch.stack([f[2] for f in fresh]))
 
 
+def test_a_row_that_ends_in_padding_leaves_an_empty_cache():
+    layer, inference = make(), params()
+    layer(draw(1, 5, 8), seq_idx=torch.tensor([[0, 0, 0, -1, -1]]), inference_params=inference)
+    assert not any(t.any() for t in inference.key_value_memory_dict[7])
+
+
+@torch.no_grad()
+def test_a_float32_state_keeps_a_long_decode_exact():
+    """Slow decay, so that a state sums many tokens: in bfloat16 it stops growing, in float32 it does not."""
+    layer = Mamba2(8, d_state=4, headdim=4, A_init_range=(1e-3, 1e-3), dtype=torch.bfloat16)
+    u = (1 + 0.1 * draw(1, 600, 8)).to(torch.bfloat16)
+    want = run(layer, weights_of(layer), u[0].double())[2][None].detach()
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = layer.allocate_inference_cache(1, 600, dtype=dtype)
+        for t in range(600):
+            layer.step(u[:, t : t + 1], *cache)
+        errors[dtype] = float((cache[1].double() - want).norm() / want.norm())
+    assert errors[torch.float32] < 2e-2 and errors[torch.bfloat16] > 5 * errors[torch.float32]
+
+
 def test_prefill_with_gradients_keeps_them_and_not_the_cache_s():
     layer, u, inference = make(), draw(1, 6, 8), params()
     first = layer(u[:, :3], inference_params=inference)
