@@ -13,7 +13,7 @@ from .engine.cli import output_directory, run, shared_folder
 from .engine.evaluation import introduce, measure, name_images, speed
 from .engine.options import PRECISIONS
 from .engine.processes import Processes, processes
-from .engine.refusals import one_of, refusing
+from .engine.refusals import need, one_of, refusing
 from .engine.saved import Saved, find
 from .engine.schema import BadConfig, check, check_keys, fits
 from .engine.step import Precision
@@ -30,6 +30,8 @@ def eval_from(cfg: DictConfig) -> float | None:
     with refusing():
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
         _check(config)
+        if not (config["benchmark"] or config["images"]):
+            need("train", "torchmetrics", "matplotlib", "sklearn")
         saved = find(config["checkpoint"], config["weights"], _shipped())
     with refusing(), processes(config["device"], "device") as here:
         results = _work(config, saved, here)

@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from .engine.cli import is_first, output_directory, run
-from .engine.refusals import refusing
+from .engine.refusals import need, refusing
 from .engine.schema import check, check_keys
 from .engine.training import train
 
@@ -18,6 +18,7 @@ OBJECTS = ("model", "optim", "trainer", "logger", "data")
 def train_from(cfg: DictConfig) -> float | None:
     """Train by a config; the results are the last line printed, as JSON. Returns the best accuracy, for sweepers."""
     with refusing():
+        need("train", "torchmetrics", "matplotlib", "sklearn")
         config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
         check_keys(config, ("seed", "backend", *OBJECTS))
         check_keys(config["backend"], ("name",), "backend")

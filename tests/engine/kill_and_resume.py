@@ -2,8 +2,8 @@
 
     python tests/engine/kill_and_resume.py [--kills 3] [--seed 0] [override ...]
 
-Overrides are those of train.py; the default is a small model on scikit-learn's digits. Exit code 0 if the final weights,
-the moving average, the optimizer and the losses are equal bit for bit.
+Overrides are those of train.py; the default is a small model on scikit-learn's digits. The exit code is 0 if the final
+weights, the moving average, the optimizer and the losses are equal bit for bit.
 """
 
 import argparse

@@ -5,7 +5,7 @@ from .embedded import digits, mnist5k, synthetic
 from .external import hf_dataset, torchvision
 from .folder import imagefolder
 from .order import Batches, TrainOrder, load, share
-from .sets import CorruptImage, ImageData, Preparation
+from .sets import CorruptImage, ImageData, Images, Preparation
 
 __all__ = [
     "Affine",
@@ -13,6 +13,7 @@ __all__ = [
     "Batches",
     "CorruptImage",
     "ImageData",
+    "Images",
     "Preparation",
     "TrainOrder",
     "digits",

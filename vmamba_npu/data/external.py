@@ -10,19 +10,23 @@ from PIL import Image
 from timm.data import create_dataset
 from torch import Tensor
 
-from .files import ItemImages, convert, eval_transform, preparation, train_transform
+from .files import ItemImages, convert, eval_transform, preparation, read_image, train_transform
 from .sets import ImageData, Preparation, hold_out
 
 
 @dataclass(frozen=True)
 class Items:
-    """Reads the images of a data set whose items are (image, class)."""
+    """Reads the images of a data set of timm's factory: items (image, class), or a reader of files behind it."""
 
     dataset: Any
     in_chans: int
 
     def __call__(self, index: int) -> Image.Image:
-        return convert(self.dataset[index][0], self.in_chans)
+        reader = getattr(self.dataset, "reader", None)
+        if reader is None:
+            return convert(self.dataset[index][0], self.in_chans)
+        # not through the data set's own items: where a file is no image, they give the next one instead
+        return read_image(reader[index][0], self.in_chans, f"image {index}")
 
 
 def torchvision(

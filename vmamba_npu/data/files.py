@@ -3,22 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .randomness import mix, seeded
-from .sets import CorruptImage, Key, Preparation, size_of
+from .sets import CorruptImage, Images, Key, Preparation, size_of
 
 MODES = {1: "L", 3: "RGB"}
 
 
-def read_image(path: str | Path, in_chans: int = 3) -> Image.Image:
+def read_image(file: str | Path | BinaryIO, in_chans: int = 3, name: str = "") -> Image.Image:
     """An image file, decoded, as RGB or grey.
 
     Any mode is converted: 16-bit grey to 8 bits by its value over 257, transparency by leaving it out, CMYK and
@@ -29,13 +28,13 @@ def read_image(path: str | Path, in_chans: int = 3) -> Image.Image:
     """
     _check_channels(in_chans)
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             image.load()
             return convert(image, in_chans)
     except (FileNotFoundError, IsADirectoryError, PermissionError):
         raise
     except Exception as error:  # Pillow's decoders raise errors of many types on bad bytes
-        raise CorruptImage(f"{path}: not a readable image ({error})") from None
+        raise CorruptImage(f"{name or file}: not a readable image ({error})") from None
 
 
 def _check_channels(in_chans: int) -> None:
@@ -96,7 +95,7 @@ class Paths:
 
 
 @dataclass
-class ItemImages(Dataset):
+class ItemImages(Images):
     """Images read one by one.
 
     Attributes:
@@ -108,7 +107,7 @@ class ItemImages(Dataset):
     """
 
     read: Callable[[int], Image.Image]
-    indices: Sequence[int]
+    indices: Sequence[int] | Tensor
     labels: Tensor
     transform: Callable[[Image.Image], Tensor]
     seed: int | None = None

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from .randomness import mix
-from .sets import Key
+from .sets import Images, Key
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ def share(images: int, rank: int, world: int) -> tuple[Tensor, int]:
     return (rank + world * torch.arange(padded)).clamp_max(images - 1), len(range(rank, images, world))
 
 
-def _as_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _as_is(batch: Any) -> Any:
     return batch
 
 
-def load(dataset: Dataset, batches: Batches, workers: int = 0, pin: bool = False) -> DataLoader:
+def load(dataset: Images, batches: Batches, workers: int = 0, pin: bool = False) -> DataLoader:
     """The batches of a data set, in order, prepared by `workers` processes (0: by this one)."""
     return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=_as_is, pin_memory=pin)

@@ -16,6 +16,16 @@ class CorruptImage(ValueError):
     """An image file that cannot be decoded."""
 
 
+class Images(Dataset):
+    """Images of a part, asked for as a list of (epoch, index) and given as one batch."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor]:  # [B, C, H, W] float32, [B] int64
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Preparation:
     """How an image becomes the model's input; stored with the weights, so that evaluation repeats it."""
@@ -46,9 +56,8 @@ class ImageData:
         name: how it is called in reports.
         classes: name of each class.
         prepare: how its images are prepared.
-        train, val, test: data sets whose items are asked for as lists of (epoch, index), and come as one batch
-            ([B, C, H, W] float32, [B] int64); `val` is carved from the training part and serves every choice, `test` is
-            looked at once, at the end. `val` or `test` may be None.
+        train, val, test: its parts; `val` is carved from the training part and serves every choice, `test` is looked at
+            once, at the end. `val` or `test` may be None.
         reports_accuracy: False if accuracy means nothing on it.
         notes: what a reader of the results must know: files left out, classes without images.
         source: where the images come from, and their licence.
@@ -57,9 +66,9 @@ class ImageData:
     name: str
     classes: list[str]
     prepare: Preparation
-    train: Dataset
-    val: Dataset | None
-    test: Dataset | None
+    train: Images
+    val: Images | None
+    test: Images | None
     reports_accuracy: bool = True
     notes: list[str] = field(default_factory=list)
     source: str = ""
@@ -74,15 +83,16 @@ def hold_out(labels: Sequence[int] | Tensor, held: int | float, what: str, seed:
         what: name of the argument, for the message of a number that does not fit.
         seed: of the choice; never the seed of the training.
     """
-    from sklearn.model_selection import train_test_split  # takes a second to import, and not every program splits
+    # takes a second to import, and not every program splits
+    from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 
-    labels = np.asarray(labels)
+    classes = np.asarray(labels)
     if not held:
         return torch.arange(len(labels)), torch.empty(0, dtype=torch.long)
     try:
-        stays, goes = train_test_split(np.arange(len(labels)), test_size=held, stratify=labels, random_state=seed)
+        stays, goes = train_test_split(np.arange(len(classes)), test_size=held, stratify=classes, random_state=seed)
     except ValueError as error:
-        among = f"{len(labels)} images of {len(np.unique(labels))} classes"
+        among = f"{len(classes)} images of {len(np.unique(classes))} classes"
         raise ValueError(f"{what}: cannot hold out {held} of {among}: {error}") from None
     return torch.from_numpy(np.sort(stays)), torch.from_numpy(np.sort(goes))
 

@@ -92,8 +92,9 @@ def _message(error: BaseException) -> str | None:
 
 def _composition(error: BaseException) -> str:
     text, cause = str(error), error.__cause__
-    if isinstance(cause, ConfigKeyError | AttributeError) and getattr(cause, "parent_node", None) is not None:
+    parent = getattr(cause, "parent_node", None)
+    if isinstance(cause, ConfigKeyError | AttributeError) and parent is not None:
         full = getattr(cause, "full_key", None) or getattr(cause, "key", "")
-        choices = sorted(str(key) for key in cause.parent_node if key not in ("hydra", "_target_"))
+        choices = sorted(str(key) for key in parent if key not in ("hydra", "_target_"))
         return f"{unknown_key(str(full), choices)}\nA new key is added with +{full}=VALUE."
     return f"{text}\n{cause}" if isinstance(cause, OmegaConfBaseException) else text

@@ -3,6 +3,7 @@
 import signal
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class Interrupted(SystemExit):
@@ -17,7 +18,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.number = 0
-        self._old: dict[int, object] = {}
+        self._old: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .checkpoints import write_text
+from .refusals import need
 
 Row = Mapping[str, Any]
 
@@ -53,6 +54,7 @@ class TensorBoardLogger:
     """Event files for TensorBoard, in the folder `tensorboard`."""
 
     def __init__(self, output: Path) -> None:
+        need("train", "tensorboard")
         self.folder = output / "tensorboard"
 
     def begin(self, update: int, history: Sequence[Row]) -> None:

@@ -46,7 +46,8 @@ def _train_epoch(run: Run, loggers: Sequence[Logger], display: Display, interrup
     run.model.train()
     pin = run.here.device.type == "cuda"
     batches = iter(load(run.data.train, order.batches(position.epoch, position.done), trainer.num_workers, pin))
-    began, recent = time.perf_counter(), []
+    recent: list[float] = []
+    began = time.perf_counter()
     for _ in range(position.done, order.updates):
         lr = max(group["lr"] for group in run.optimizer.param_groups)
         seed_all(mix(run.seed, position.update, run.here.rank))

@@ -9,10 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.utils import accuracy
 from torch import Tensor
-from torch.utils.data import Dataset
-from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-from ..data import Batches, load, share
+from ..data import Batches, Images, load, share
 from .processes import Processes
 from .step import Precision
 
@@ -53,7 +51,7 @@ class Scores:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, dataset: Dataset, num_classes: int, batch_size: int, here: Processes, precision: Precision,
+    model: nn.Module, dataset: Images, num_classes: int, batch_size: int, here: Processes, precision: Precision,
     workers: int = 0, layout: torch.memory_format = torch.contiguous_format,
 ) -> Scores:  # fmt: skip
     """Evaluate a model (in eval mode, put back to its mode after) on a data set, with plain cross-entropy."""
@@ -83,6 +81,8 @@ def evaluate(
 def _count(
     logits: Tensor, y: Tensor, indices: Tensor, num_classes: int, sums: dict[str, Any], confusion: Tensor, wrong: list
 ) -> None:
+    from torchmetrics.functional.classification import multiclass_confusion_matrix  # of the extra `train`
+
     top1, top5 = accuracy(logits, y, topk=(1, min(5, num_classes)))  # in percent
     sums["loss"] += F.cross_entropy(logits, y, reduction="sum").item()
     sums["top1"] += top1.item() * len(y) / 100

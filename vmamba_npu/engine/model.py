@@ -1,5 +1,6 @@
 """A timm model by name, fitted to a data set and to a backend; and the lines that say what runs and why."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +55,9 @@ class Model:
 def use_backend(model: nn.Module, backend: str) -> None:
     """Switch a model to a backend; a model without our operators takes "auto" alone."""
     one_of("backend.name", backend, backends.known())
-    if hasattr(model, "set_backend"):
-        model.set_backend(backend)
+    switch: Callable[[str], None] | None = getattr(model, "set_backend", None)
+    if switch is not None:
+        switch(backend)
     elif backend != "auto":
         raise ValueError(
             f"backend.name: {type(model).__name__} has no operator of vmamba_npu for {backend!r} to compute"
@@ -66,7 +68,9 @@ def explain_backend(model: nn.Module, backend: str, device: torch.device) -> str
     """Which backend serves each operator for tensors of a device, and why not the others."""
     if not hasattr(model, "set_backend"):
         return "none (the model has no operator of vmamba_npu)"
-    probe, chosen, reasons = torch.empty(1, device=device), {}, {}
+    probe = torch.empty(1, device=device)
+    chosen: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for op in backends.operators():
         try:
             chosen.setdefault(backends.choose(op, backend, probe), []).append(op)

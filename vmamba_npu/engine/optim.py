@@ -46,7 +46,7 @@ class Optim:
     sched_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("optim.opt", self.opt, list_optimizers())
+        one_of("optim.opt", self.opt, [str(name) for name in list_optimizers()])
         one_of("optim.sched", self.sched, SCHEDULES)
         if self.lr <= 0:
             raise ValueError(f"optim.lr: expected a positive learning rate, got {self.lr}")
@@ -66,8 +66,9 @@ class Optim:
             model, opt=self.opt, lr=self.lr, weight_decay=self.weight_decay, layer_decay=self.layer_decay,
             **self.opt_kwargs,
         )  # fmt: skip
+        warmup: Any = self.warmup * epochs  # timm's hint says int; a part of an epoch is as good
         schedule, _ = create_scheduler_v2(
-            optimizer, sched=self.sched, num_epochs=epochs, warmup_epochs=self.warmup * epochs,
+            optimizer, sched=self.sched, num_epochs=epochs, warmup_epochs=warmup,
             warmup_lr=self.warmup_lr, min_lr=self.min_lr, step_on_epochs=False, updates_per_epoch=updates_per_epoch,
             **self.sched_kwargs,
         )  # fmt: skip

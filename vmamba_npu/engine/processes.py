@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn as nn
 from timm.utils.distributed import init_distributed_device_so
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from .refusals import one_of
@@ -106,14 +106,15 @@ def shard(model: nn.Module, precision: str, here: Processes) -> nn.Module:
         head, _, last = name.rpartition(".")
         if last.isdigit() and head.rpartition(".")[2] == "blocks":
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
+    return model
 
 
-def keep_gradients_local(model: nn.Module, strategy: str, last: bool):
+def keep_gradients_local(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Context of one accumulated part: gradients are averaged over the processes after the last part alone."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if last else model.no_sync()
-    if strategy == "fsdp" and hasattr(model, "set_requires_gradient_sync"):
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     return nullcontext()
 

@@ -5,8 +5,8 @@ import sys
 import time
 from contextlib import ExitStack
 
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm.contrib.logging import logging_redirect_tqdm  # type: ignore[import-untyped]
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 from ..backends import BackendUnavailable
 
@@ -27,6 +28,17 @@ def refusing() -> Iterator[None]:
         if not text or not isinstance(first, ValueError | OSError | ImportError | BackendUnavailable):
             text = "".join(traceback.format_exception_only(first)).strip()
         raise Refused(text) from error
+
+
+def need(extra: str, *packages: str) -> None:
+    """Packages of an extra that a program is going to import.
+
+    Raises:
+        ModuleNotFoundError: one is not installed; the message has the command that installs it.
+    """
+    absent = [package for package in packages if find_spec(package) is None]
+    if absent:
+        raise ModuleNotFoundError(f"not installed: {', '.join(absent)}; pip install 'vmamba-npu[{extra}]'")
 
 
 def one_of(argument: str, value: str, choices: Collection[str], show: int = 12) -> str:

@@ -14,10 +14,8 @@ import torch.nn as nn
 from omegaconf import OmegaConf
 from timm.models._hub import save_config_for_hf
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from ..data import Preparation
-from . import figures
+from ..data import Images, Preparation
 from .checkpoints import MODEL, save_config, save_weights, write_text
 from .loggers import read_csv
 from .metrics import Scores
@@ -28,11 +26,13 @@ log = logging.getLogger(__name__)
 
 def write_run(run: Run, results: Mapping[str, Any], scores: Scores | None, weights: Mapping[str, Tensor]) -> None:
     """Write the final model, metrics, figures and report of a training."""
+    from . import figures  # matplotlib is of the extra `train`
+
     output, history = run.output, run.position.history
     write_model(output / MODEL, run, results, weights)
     write_text(output / "metrics.json", json.dumps({**results, "history": history}, indent=2) + "\n")
     figures.curves(output / "figures" / "curves.png", history, read_csv(output / "updates.csv"))
-    if scores is not None and run.data.reports_accuracy:
+    if scores is not None and run.data.test is not None and run.data.reports_accuracy:
         draw_scores(output / "figures", scores, run.data.test, run.data.classes, run.data.prepare)
     write_text(output / "report.md", _report(run, results, scores))
 
@@ -61,8 +61,10 @@ def _timm_config(model: nn.Module, classes: list[str], prepare: Preparation, our
         return path.read_text() + "\n"
 
 
-def draw_scores(folder: Path, scores: Scores, dataset: Dataset, classes: list[str], prepare: Preparation) -> None:
+def draw_scores(folder: Path, scores: Scores, dataset: Images, classes: list[str], prepare: Preparation) -> None:
     """Confusion matrix and page of wrong predictions."""
+    from . import figures  # matplotlib is of the extra `train`
+
     figures.confusion(folder / "confusion_matrix.png", scores.confusion, classes)
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (prepare.mean, prepare.std))
     images = [dataset.__getitems__([(0, index)])[0][0] * std + mean for index, *_ in scores.wrong]
@@ -80,9 +82,9 @@ def per_class_table(scores: Scores, classes: list[str]) -> str:
 
 
 def _report(run: Run, results: Mapping[str, Any], scores: Scores | None) -> str:
-    tells = scores is not None and run.data.reports_accuracy
+    counted = scores if run.data.reports_accuracy else None
     lines = [f"# {results['model']} on {run.data.name}", ""]
-    if tells:
+    if counted is not None:
         lines += [
             f"Test accuracy **{results['test_accuracy']:.4f}** on {results['test_images']} images that no choice was "
             f"made by (loss {results['test_loss']:.4f}); weights: {_which(run)}.", "",
@@ -99,9 +101,9 @@ def _report(run: Run, results: Mapping[str, Any], scores: Scores | None) -> str:
         found = f"{best['top1']:.4f} after epoch {best['epoch']}"
         lines += [f"Best on the validation part: {found} (`checkpoints/best.safetensors`).", ""]
     lines += ["![curves](figures/curves.png)", ""]
-    if tells:
+    if counted is not None:
         lines += ["![confusion matrix](figures/confusion_matrix.png)", ""]
-        lines += [per_class_table(scores, run.data.classes), ""]
+        lines += [per_class_table(counted, run.data.classes), ""]
         lines += ["![wrong predictions](figures/wrong_predictions.png)", ""]
     options = OmegaConf.to_yaml(OmegaConf.create(dict(run.config))).rstrip()
     lines += ["## Options", "", "```yaml", options, "```", ""]

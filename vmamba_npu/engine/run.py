@@ -82,7 +82,9 @@ class Run:
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole weights of a model; with shards, a call that all processes must make."""
-        return get_model_state_dict(model, options=WHOLE) if self.stepper.sharded else model.state_dict()
+        if self.stepper.sharded:
+            return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
+        return model.state_dict()
 
     def state(self) -> dict[str, Any]:
         """The training state. Seeds are a function of (seed, update, process), so no generator has to be kept."""
@@ -150,7 +152,7 @@ def start(
     """
     path = find_state(trainer.resume, output)
     layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-    model = model.to(here.device, memory_format=layout)
+    model = model.to(here.device).to(memory_format=layout)
     average = None
     if trainer.ema_decay is not None:
         average = ModelEmaV3(model, decay=trainer.ema_decay, use_warmup=True)

@@ -111,7 +111,7 @@ class Stepper:
         target = y
         if self.mix is not None:
             x, target = self.mix(x, y)
-        with keep_gradients_local(self.model, self.trainer.strategy, last):
+        with keep_gradients_local(self.model, last):
             with self.precision.autocast():
                 logits = self.model(x)
             loss = self.loss(logits.float(), target)
@@ -121,7 +121,7 @@ class Stepper:
     def _step(self) -> float:
         scaler, weights = self.precision.scaler, [p for p in self.model.parameters() if p.grad is not None]
         scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in weights])
+        norm = nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value = norm.item()
         if not math.isfinite(value) and not scaler.is_enabled():  # with a scaler, it skips the update by itself
