@@ -56,6 +56,8 @@ def check_ssd(
     sequences = batch
     if cu_seqlens is not None:
         expect_ndim("cu_seqlens", cu_seqlens, "[sequences + 1]")
+        if cu_seqlens.device.type != "cpu":  # borders may stay on the host, where they are read
+            expect_device(x, cu_seqlens=cu_seqlens)
         if seq_idx is not None:
             raise ValueError("seq_idx: expected to be absent when cu_seqlens is given, got both")
         if batch != 1:

@@ -77,7 +77,7 @@ def ssd_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max)
     gradients = resolve(OP, backend, *call).backward(dy, dfinal_states, *call)
-    return tuple(x.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
+    return tuple(x.new_empty(0) if g is None else g.contiguous() for g in gradients)  # type: ignore[return-value]
 
 
 @ssd_bwd.register_fake
