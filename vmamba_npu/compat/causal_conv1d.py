@@ -48,9 +48,7 @@ def _convolve(
     if final_states_out is None:
         return out, final_states
     if final_states_out.shape != final_states.shape:
-        raise ValueError(
-            f"final_states_out: expected {tuple(final_states.shape)}, got {tuple(final_states_out.shape)}"
-        )
+        raise ValueError(f"final_states_out: expected {tuple(final_states.shape)}, got {tuple(final_states_out.shape)}")
     return out, final_states_out.copy_(final_states)
 
 
