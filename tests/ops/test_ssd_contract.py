@@ -233,14 +233,13 @@ def test_bad_shape_is_named_while_compiling_too(name):
 
 
 @pytest.fixture
-def absent_backend():
-    """A backend of ssd that this machine does not have."""
-    table = operators()["ssd"]
+def absent_backend(monkeypatch):
+    """A backend of ssd that this machine does not have, until the test ends."""
+    monkeypatch.setattr(registry, "_TABLE", operators())
     register(
         Implementation("ssd", "absent", "no.such.module", None, (torch.float64,), lambda: "its driver is not installed")
     )
-    yield "absent"
-    registry._TABLE["ssd"] = table
+    return "absent"
 
 
 def test_named_backend_never_falls_back(absent_backend):
