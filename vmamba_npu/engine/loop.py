@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from timm.utils import distribute_bn
 
 from ..data import load
 from ..data.randomness import mix, seed_all
@@ -117,6 +118,9 @@ def _explain(run: Run, what: str, lr: float, recent: list[float]) -> str:
 
 def _end_epoch(run: Run, loggers: Sequence[Logger], display: Display) -> None:
     position = run.position
+    if run.here.world > 1 and not run.stepper.sharded:  # running statistics of batch norms differ between processes
+        for model in (plain(run.model), run.final):
+            distribute_bn(model, run.here.world)
     row: dict[str, float] = {
         "epoch": position.epoch + 1, "update": position.update, "train_loss": position.loss / position.images,
     }  # fmt: skip

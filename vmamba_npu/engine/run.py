@@ -145,14 +145,14 @@ def start(
     model: nn.Module, data: ImageData, optim: Optim, trainer: Trainer, here: Processes, output: Path, seed: int,
     config: Mapping[str, Any],
 ) -> Run:  # fmt: skip
-    """A run at its first update, or where the training state says that it was.
+    """A run of a model on its device, at its first update, or where the training state says that it was.
 
     Raises:
         CannotResume: the training state is missing, of another run, or in the way.
     """
     path = find_state(trainer.resume, output)
     layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-    model = model.to(here.device).to(memory_format=layout)
+    model = model.to(memory_format=layout)
     average = None
     if trainer.ema_decay is not None:
         average = ModelEmaV3(model, decay=trainer.ema_decay, use_warmup=True)

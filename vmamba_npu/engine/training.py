@@ -71,11 +71,12 @@ def train(
         with refusing():
             _check(trainer, here, seed)
             seed_all(mix(seed))
-            built = model.build(len(data.classes), data.prepare, backend)
+            built = model.build(len(data.classes), data.prepare, backend).to(here.device)
+            count = macs(built, data.prepare, here.device)
             run = start(built, data, optim, trainer, here, output, seed, config)
             if here.first:
                 save_config(output / "config.yaml", config)
-                _introduce(run, model, backend)
+                _introduce(run, model, backend, count)
         loggers = [make(output) for make in logger.values()] if here.first else []
         for made in loggers:
             stack.callback(made.close)
@@ -118,19 +119,17 @@ def _finish(run: Run, model: Model, backend: str, seconds: float, speed: float) 
     return results
 
 
-def _introduce(run: Run, model: Model, backend: str) -> None:
+def _introduce(run: Run, model: Model, backend: str, count: int) -> None:
     device, final = run.here.device, run.final
     name = f" ({getattr(torch, device.type).get_device_name(device)})" if device.type != "cpu" else ""
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    count = ""
-    if not run.stepper.sharded:
-        count = f", {macs(final, run.data.prepare, device) / 1e6:.1f} M multiply-adds an image besides scans"
     log.info(
         "device %s%s%s, %d process%s, %s; backend %s: %s",
         device.type, name, threads, run.here.world, "es" if run.here.world > 1 else "", run.trainer.precision,
         backend, explain_backend(final, backend, device),
     )  # fmt: skip
-    log.info("model %s, %d parameters%s", model.name, parameters(final), count)
+    size = f"{parameters(final):,} parameters, {count / 1e6:.1f} M multiply-adds an image besides scans"
+    log.info("model %s, %s", model.name, size)
     parts = {part: len(getattr(run.data, part) or ()) for part in ("train", "val", "test")}
     log.info("data %s, %d classes, %s; output %s", run.data.name, len(run.data.classes), parts, run.output)
     for note in run.data.notes:
