@@ -1,5 +1,6 @@
 """The functions of the causal_conv1d package, under its names and signatures."""
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -122,7 +123,7 @@ def causal_conv1d_varlen_states_ref(x: Tensor, cu_seqlens: Tensor, state_len: in
     """`causal_conv1d_varlen_states`, one sequence after another."""
     borders = cu_seqlens.tolist()
     states = x.new_zeros(len(borders) - 1, x.shape[1], state_len)
-    for i, (start, end) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(borders)):
         kept = min(end - start, state_len)
         states[i, :, state_len - kept :] = x[end - kept : end].mT
     return states
