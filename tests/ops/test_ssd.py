@@ -196,3 +196,13 @@ def test_only_what_requires_a_gradient_gets_one(backend):
         ssd(**call, backend=backend)[0].sum().backward()
         torch.testing.assert_close(call[name].grad, want)
         assert all(call[k].grad is None for k in leaves(call) if k != name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_on_a_limit_still_has_a_gradient(backend):
+    """The derivative of the clamp is 1 on both limits and 0 beyond them."""
+    call = draw(L=5, H=1, dt_limit=(0.25, 0.75))
+    call["dt"] = torch.tensor([0.2, 0.25, 0.5, 0.75, 0.8], dtype=torch.float64).view(1, 5, 1).requires_grad_()
+    (d_dt,) = torch.autograd.grad(ssd(**call, backend=backend)[0].sum(), [call["dt"]])
+    assert (d_dt.flatten() != 0).tolist() == [False, True, True, True, False]
+    check(call, backend)
