@@ -41,7 +41,8 @@ def causal_conv1d_fwd(
 ) -> tuple[Tensor, Tensor]:
     call = (x, weight, bias, seq_idx, initial_states, activation)
     check_causal_conv1d(*call)
-    out, final_states = resolve(OP, backend, *call).forward(*call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        out, final_states = resolve(OP, backend, *call).forward(*call)
     return _in_layout_of(x, out), final_states
 
 
@@ -69,7 +70,8 @@ def causal_conv1d_bwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = (x, weight, bias, seq_idx, initial_states, activation)
-    dx, dweight, dbias, dinitial = resolve(OP, backend, *call).backward(dout, dfinal_states, *call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        dx, dweight, dbias, dinitial = resolve(OP, backend, *call).backward(dout, dfinal_states, *call)
     dbias, dinitial = (x.new_empty(0) if g is None else g for g in (dbias, dinitial))
     return _in_layout_of(x, dx), dweight, dbias, dinitial
 
@@ -114,7 +116,8 @@ def causal_conv1d_update(
     check_rows("conv_state_indices", conv_state_indices, conv_state.shape[0])
     call = (conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
     tokens = x if x.ndim == 3 else x.unsqueeze(-1)  # backends see a token axis always
-    return resolve(UPDATE, backend, tokens, *call).update(tokens, *call).reshape(x.shape)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        return resolve(UPDATE, backend, tokens, *call).update(tokens, *call).reshape(x.shape)
 
 
 @causal_conv1d_update.register_fake

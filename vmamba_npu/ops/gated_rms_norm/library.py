@@ -29,7 +29,8 @@ def gated_rms_norm_fwd(
 ) -> Tensor:
     call = (x, weight, bias, z, eps, group_size, norm_before_gate)
     check_gated_rms_norm(*call)
-    return resolve(OP, backend, *call).forward(*call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        return resolve(OP, backend, *call).forward(*call)
 
 
 @gated_rms_norm_fwd.register_fake
@@ -51,7 +52,8 @@ def gated_rms_norm_bwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = (x, weight, bias, z, eps, group_size, norm_before_gate)
-    gradients = resolve(OP, backend, *call).backward(dy, *call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        gradients = resolve(OP, backend, *call).backward(dy, *call)
     return tuple(x.new_empty(0) if g is None else g for g in gradients)  # type: ignore[return-value]
 
 

@@ -44,7 +44,8 @@ def selective_state_update(
         D, dt_bias = (None if t is None else t.unsqueeze(0) for t in (D, dt_bias))
         z = None if z is None else z.unsqueeze(1)
     call = (state, x, dt, A, B, C, D, z, dt_bias, *options)
-    y = resolve(OP, backend, *call).update(*call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        y = resolve(OP, backend, *call).update(*call)
     return y if has_heads else y.squeeze(1)
 
 

@@ -39,7 +39,8 @@ def ssd_fwd(
     check_ssd(*call)
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
         check_borders(cu_seqlens, x.shape[1])
-    return resolve(OP, backend, *call).forward(*call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        return resolve(OP, backend, *call).forward(*call)
 
 
 @ssd_fwd.register_fake
@@ -76,7 +77,8 @@ def ssd_bwd(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = (x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_min, dt_max)
-    gradients = resolve(OP, backend, *call).backward(dy, dfinal_states, *call)
+    with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
+        gradients = resolve(OP, backend, *call).backward(dy, dfinal_states, *call)
     return tuple(x.new_empty(0) if g is None else g.contiguous() for g in gradients)  # type: ignore[return-value]
 
 
