@@ -1,5 +1,7 @@
 """SSD under mamba_ssm's names: values and gradients against the recurrences in float64, and what the flags return."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,7 +100,7 @@ def packed(borders, states) -> tuple:
     """(inputs with a batch of 1, wanted y, state after each sequence) computed one sequence at a time."""
     t = draw(batch=1, L=borders[-1])
     step, y, last = t["dt"].clamp_min(0), [], []
-    for i, (a, b) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(borders)):
         first = None if states is None else states[i : i + 1]
         x, s, B, C = (v[:, a:b] for v in (t["x"], step, t["B"], t["C"]))
         if a == b:
