@@ -249,5 +249,5 @@ def test_worked_numbers(backend, chunk_size, seq_idx, worked):
     d = torch.autograd.grad((y, final), list(call.values()), (v(10, *y.shape), v(11, *final.shape)))
     results = {"y": y, "final_states": final} | dict(zip(call, d, strict=True))
     for name, (total, squares) in worked.items():
-        assert math.isclose(float(results[name].sum()), total, abs_tol=1e-9), name
-        assert math.isclose(float(results[name].square().sum()), squares, abs_tol=1e-9), name
+        assert math.isclose(results[name].sum().item(), total, abs_tol=1e-9), name
+        assert math.isclose(results[name].square().sum().item(), squares, abs_tol=1e-9), name

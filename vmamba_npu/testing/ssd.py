@@ -100,7 +100,9 @@ def definition(
     """(y, final_states) token after token; autograd differentiates it."""
     batch, L, H, P = x.shape
     r = dt if dt_bias is None else dt + dt_bias
-    step = (-F.logsigmoid(-r) if dt_softplus else r).clamp(*dt_limit)
+    step = -F.logsigmoid(-r) if dt_softplus else r
+    # Not clamp(): whether that has a gradient on its limits, as ours has, depends on the version of torch.
+    step = torch.where(step < dt_limit[0], dt_limit[0], torch.where(step > dt_limit[1], dt_limit[1], step))
     B, C = (torch.stack([t[:, :, h // (H // t.shape[2])] for h in range(H)], 2) for t in (B, C))  # [B, L, H, N]
     if cu_seqlens is None:
         spans = [(slice(None), 0, L)]
