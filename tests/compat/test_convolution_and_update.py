@@ -223,7 +223,7 @@ def test_state_update_keeps_dtypes_and_refuses():
     assert selective_state_update(state, **half).dtype == torch.bfloat16 and state.dtype == torch.float32
     with pytest.raises(ValueError, match="x: expected 2 or 3 axes"):
         selective_state_update(normal(2, 3, 5), **{**t, "x": normal(3)})
-    with pytest.raises(ValueError, match="C: expected shape"):
+    with pytest.raises(ValueError, match="B: expected shape"):
         selective_state_update(normal(2, 3, 5), **{**t, "B": normal(2, 6)})
     with pytest.raises(TypeError, match="unexpected keyword"):
         selective_state_update(normal(2, 3, 5), **t, dt_limit=(0.0, 1.0))

@@ -51,7 +51,7 @@ REFUSED = {
 
 
 def test_resolution_and_refusals(tmp_path):
-    """Nothing before the call; then modules by import and by attribute, specs, versions, pickles, and clear refusals."""
+    """Nothing before the call; then modules by import and by attribute, specs, versions, pickles, refusals."""
     done = python(
         f"""
         import importlib, importlib.util, operator, pickle, sys

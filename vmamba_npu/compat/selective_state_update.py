@@ -1,6 +1,7 @@
 """mamba_ssm.ops.triton.selective_state_update: one token, with every argument of any accepted rank."""
 
 from math import inf
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -8,8 +9,10 @@ from ..ops import selective_state_update as update
 
 __all__ = ["selective_state_update", "selective_state_update_ref"]
 
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
-def _with_heads(name: str, t: Tensor | None, ndim: int, axis: int) -> Tensor | None:
+
+def _with_heads(name: str, t: MaybeTensor, ndim: int, axis: int) -> MaybeTensor:
     """The tensor with an axis of one head (or group), unless it has that axis."""
     if t is None or t.ndim == ndim:
         return t
