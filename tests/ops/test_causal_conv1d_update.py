@@ -57,6 +57,20 @@ def test_against_the_definition(backend, W, extra, T, ring, indexed, seed):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("indices", [[-1, -1, -1], [-1, 2, -5], [3, 1, -1]])
+def test_padding_rows_give_zeros_and_touch_no_state(backend, indices):
+    """Whatever they hold; the state lies in memory as the layers have it, channels last."""
+    x, weight, bias = torch.randn(3, 2, 1), torch.randn(2, 4), torch.randn(2)
+    state = torch.randn(5, 4, 2).mT
+    indices = torch.tensor(indices)
+    want, end = one_by_one(x, state, weight, bias, None, indices)
+    x[indices < 0] = float("nan")
+    got = causal_conv1d_update(x[..., 0], state, weight, bias, "silu", None, indices, backend)
+    torch.testing.assert_close(got, want[..., 0])
+    torch.testing.assert_close(state, end, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prefill", [1, 2, 9])
 def test_prefill_then_decode_equals_whole(backend, prefill):
     """Also for a prefill that is shorter than the window."""

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmamba_npu.ops import gated_rms_norm
+from vmamba_npu.ops.gated_rms_norm import torch as blocks
 from vmamba_npu.testing import error_ratio, serving
 
 BACKENDS = serving("gated_rms_norm", torch.float64)
@@ -98,6 +99,19 @@ def test_narrow_dtypes(backend, dtype, limit, before):
     ):
         assert a.dtype == t.dtype
         assert error_ratio(a, b) <= 5 * limit
+
+
+@pytest.mark.parametrize("elements", [1, 24, 30, 1000])
+@pytest.mark.parametrize("has_z", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_blocks_of_rows_change_nothing(monkeypatch, elements, has_z, before):
+    """The torch backend in blocks of one row, of some rows with a rest, and of all."""
+    monkeypatch.setitem(blocks.BLOCK_ELEMENTS, "cpu", elements)
+    inputs = draw(6, (7, 12), True, has_z)
+    got, want = gated_rms_norm(*inputs, 1e-5, 4, before, "torch"), formula(*inputs, 1e-5, 4, before)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    torch.testing.assert_close(gradients(got, inputs, dy), gradients(want, inputs, dy))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -67,6 +67,20 @@ def test_against_the_formula(backend, groups, P, N, absent, softplus, indexed, l
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("indices", [[-1, -1, -1], [-1, 2, -5], [3, 1, -1]])
+def test_padding_rows_give_zeros_and_touch_no_state(backend, indices):
+    """Whatever they hold; the state lies in memory as it likes."""
+    call = draw(7, 3, 5, 2, 3, 4, 1)
+    call["state"] = call["state"].transpose(0, 3).contiguous().transpose(0, 3)
+    indices = torch.tensor(indices, dtype=torch.int32)
+    want, end = formula(*call.values(), False, indices, 0.0, inf)
+    call["x"][indices < 0] = float("nan")
+    y = selective_state_update(**call, state_batch_indices=indices, backend=backend)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(call["state"], end)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_heads(backend):
     call = draw(2, 3, 3, 1, 4, 5, 1)
     want, end = formula(*call.values(), True, None, 0.0, inf)

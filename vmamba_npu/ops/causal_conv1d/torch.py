@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backends.tensors import at_least_float32
+from ...backends.tensors import at_least_float32, put_rows
 
 # Elements of a block by device type: what a CPU core's cache holds; elsewhere as few launches as memory allows.
 BLOCK_ELEMENTS = {"cpu": 1 << 19}
@@ -173,6 +173,6 @@ def update(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_in
     if used is None:
         conv_state.copy_(new)
     else:
-        conv_state[conv_state_indices[used]] = new[used]
+        put_rows(conv_state, conv_state_indices, new)
         out = out.masked_fill(~used[:, None, None], 0)
     return out.to(x.dtype).contiguous()
