@@ -138,7 +138,10 @@ def _inside(block: Block, do: Tensor, grads: Gradients) -> tuple[Tensor, Tensor]
     stepped = torch.mul(block.x, block.of(block.decays.step), out=block.empty_by_head("values")).flatten(0, 3)
     do = do.flatten(0, 3)
     d_mixing = torch.bmm(do, stepped.mT, out=ws("d_mixing", do.shape[0], size, size)).view(mixing.shape).mul_(mixing)
-    d_scores = torch.sum(d_mixing, 1, out=ws("d_scores", block.b, size, size)).tril_()
+    if block.heads == 1:  # above the diagonal `scores` are 0, so `through` below does not miss what is dropped here
+        d_scores = d_mixing[:, 0].tril_()
+    else:
+        d_scores = torch.sum(d_mixing, 1, out=ws("d_scores", block.b, size, size)).tril_()
     torch.bmm(d_scores, block.B, out=ws("dC", *block.C.shape))
     torch.bmm(d_scores.mT, block.C, out=ws("dB", *block.B.shape))
     mixing.mul_(scores)
