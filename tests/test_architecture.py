@@ -104,7 +104,8 @@ def test_a_public_operator_says_what_it_takes_and_gives(name):
     assert not missing, f"{name}: the docstring does not describe {missing}"
     untyped = [p.name for p in parameters.values() if p.annotation is p.empty]
     assert not untyped, f"{name}: no types for {untyped}"
-    assert parameters["backend"].default == "auto"
+    if name != "causal_conv1d_varlen_states":  # it copies tokens and computes nothing, so there is nothing to choose
+        assert parameters["backend"].default == "auto"
 
 
 @pytest.mark.parametrize("name", sorted(layers.__all__))

@@ -187,9 +187,9 @@ class Mamba2(Mamba2Mixer):
             dtype: of both states; that of the convolution's weight if None. float32 keeps long decodes exact.
         """
         weight = self.conv1d.weight
-        dd = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
-        conv_state = torch.zeros(batch_size, self.d_conv, self.conv_dim, **dd).mT  # stride 1 on channels
-        return conv_state, torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, **dd)
+        like = weight.new_empty(0, dtype=dtype or weight.dtype)
+        conv_state = like.new_zeros(batch_size, self.d_conv, self.conv_dim).mT  # stride 1 on channels
+        return conv_state, like.new_zeros(batch_size, self.nheads, self.headdim, self.d_state)
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int, initialize_states: bool = False) -> Cache:
         """This layer's entry of `key_value_memory_dict`, made if absent; zeroed on request."""
