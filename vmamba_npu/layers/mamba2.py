@@ -134,6 +134,7 @@ class Mamba2(Mamba2Mixer):
             longer, conv_idx, borders, initial_states = xBC, seq_idx, cu_seqlens, None
             conv = self._convolve(xBC, seq_idx)
         else:
+            assert cache is not None
             conv_state, ssm_state = cache
             longer, conv_idx, borders, places = prepend(xBC, conv_state, seq_idx, cu_seqlens)
             conv = self._convolve(longer, conv_idx).index_select(1, places)

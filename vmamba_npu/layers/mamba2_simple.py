@@ -59,7 +59,8 @@ class Mamba2Simple(Mamba2Mixer):
             dt_max=dt_max, dt_init_floor=dt_init_floor, dt_limit=dt_limit, bias=bias, conv_bias=conv_bias,
             chunk_size=chunk_size, device=device, dtype=dtype, backend=backend,
         )  # fmt: skip
-        self.norm.group_size = None
+        assert self.norm is not None
+        self.norm.group_size = None  # over the whole inner width, whatever the groups
         self.activation, self.learnable_init_states = activation, learnable_init_states
         self.use_mem_eff_path, self.layer_idx = use_mem_eff_path, layer_idx
         if learnable_init_states:
