@@ -102,6 +102,15 @@ def test_residual_functions(name, second, residual):
     torch.testing.assert_close(alone, want[:2] if second else want[0])
 
 
+@pytest.mark.parametrize("name", ["layer_norm_ref", "rms_norm_ref"])
+def test_references_return_the_sum_in_the_dtype_that_computed_it(name):
+    x, residual, weight = normal(2, 8).bfloat16(), normal(2, 8).bfloat16(), normal(8).bfloat16()
+    for upcast, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        y, r = getattr(residual_norms, name)(x, weight, None, residual, prenorm=True, upcast=upcast)
+        assert (y.dtype, r.dtype) == (torch.bfloat16, dtype)
+        torch.testing.assert_close(r, x.to(dtype) + residual.to(dtype), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_dropout_masks(name):
     x, x1, residual, weight = normal(4, 64), normal(4, 64), normal(4, 64), normal(64)

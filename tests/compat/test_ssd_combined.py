@@ -148,6 +148,24 @@ def test_seq_idx_beside_cu_seqlens_must_agree():
             mamba_chunk_scan_combined(**call, chunk_size=4, cu_seqlens=cu, seq_idx=wrong)
 
 
+@pytest.mark.parametrize("with_index", [False, True])
+def test_packed_sequences_compile_to_one_graph(with_index):
+    """Borders are data: a graph made for one set of them serves another of the same number."""
+    t = draw(batch=1)
+    call = [t[n] for n in ("x", "dt", "A", "B", "C")]
+
+    def scan(*inputs):
+        *inputs, cu, seq = inputs
+        wanted = {"return_final_states": True, "return_varlen_states": True}
+        return mamba_chunk_scan_combined(*inputs, 4, cu_seqlens=cu, seq_idx=seq if with_index else None, **wanted)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    for cu, seq in (([0, 4, 11], [0] * 4 + [1] * 7), ([0, 9, 11], [0] * 9 + [1] * 2)):
+        packing = torch.tensor(cu, dtype=torch.int32), torch.tensor([seq], dtype=torch.int32)
+        check(compiled(*call, *packing), scan(*call, *packing), call)
+
+
 def test_states_are_float32_and_out_has_the_dtype_of_x():
     t = {n: v.detach().bfloat16() for n, v in draw().items()}
     y, final = mamba_chunk_scan_combined(**t, chunk_size=4, dt_softplus=True, return_final_states=True)

@@ -178,7 +178,7 @@ def _ref(
     acc = torch.promote_types(x.dtype, torch.float32) if upcast else x.dtype
     out = _compute(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, masks,
-        x.dtype, is_rms_norm, acc,
+        acc, is_rms_norm, acc,
     )  # fmt: skip
     return _one_or_all(out)
 
@@ -199,7 +199,7 @@ def layer_norm_ref(
     dropout_mask1: Tensor | None = None,
     upcast: bool = False,
 ) -> Tensor | tuple:
-    """`layer_norm_fn` with given masks, computed in the dtype of x unless `upcast`; r has the dtype of x."""
+    """`layer_norm_fn` with given masks; r has the dtype of the computation, that of x or (`upcast`) at least float32."""
     masks = (dropout_mask, dropout_mask1)
     return _ref(x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, masks, upcast, False)
 

@@ -38,7 +38,7 @@ def _packed(
     """cu_seqlens on the device of x, and a state for each sequence: one given state is that of sequence 0."""
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
-    if seq_idx is not None:
+    if seq_idx is not None and not torch.compiler.is_compiling():  # a graph cannot depend on values
         _check_agreement(seq_idx, cu_seqlens, x.shape[1])
     others = cu_seqlens.shape[0] - 2
     if initial_states is not None and initial_states.ndim == 4 and initial_states.shape[0] == 1 and others:
