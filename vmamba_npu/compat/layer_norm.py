@@ -199,7 +199,7 @@ def layer_norm_ref(
     dropout_mask1: Tensor | None = None,
     upcast: bool = False,
 ) -> Tensor | tuple:
-    """`layer_norm_fn` with given masks; r has the dtype of the computation, that of x or (`upcast`) at least float32."""
+    """`layer_norm_fn` with given masks, computed in the dtype of x (float32 at least if `upcast`), which r has too."""
     masks = (dropout_mask, dropout_mask1)
     return _ref(x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, masks, upcast, False)
 
