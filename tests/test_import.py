@@ -161,3 +161,11 @@ def test_the_users_autoload_switch_is_left_as_it_was(wanted):
         TORCH_DEVICE_BACKEND_AUTOLOAD=wanted,
     )
     assert (done.returncode, done.stdout) == (0, f"{wanted}\n"), done.stderr
+
+
+def test_compat_is_an_attribute_that_is_imported_on_use():
+    program = (
+        "import sys, vmamba_npu; assert 'vmamba_npu.compat' not in sys.modules; "
+        "vmamba_npu.compat.install; assert 'vmamba_npu.compat' in sys.modules; assert not hasattr(vmamba_npu, 'compta')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

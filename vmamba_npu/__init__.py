@@ -38,3 +38,11 @@ from .models import VisionMamba2  # noqa: E402  (registers the timm models)
 
 __version__ = "0.1.0"
 __all__ = ["BackendUnavailable", "VisionMamba2", "__version__", "backends", "ops", "use_backend"]
+
+
+def __getattr__(name: str):  # `compat` is imported by those who use it, and not by the rest
+    if name == "compat":
+        from importlib import import_module
+
+        return import_module(f"{__name__}.compat")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
