@@ -36,7 +36,9 @@ def main(output: Path, overrides: list[str]) -> None:
         training.processes = lambda device: nullcontext(here)  # torchrun's store serves one group in a process
         for resume, logger in ((None, StoppingLogger), ("auto", CsvLogger)):
             config["trainer"]["resume"] = resume
-            objects = {name: instantiate(config[name], _convert_="all") for name in ("model", "data", "optim", "trainer")}
+            objects = {
+                name: instantiate(config[name], _convert_="all") for name in ("model", "data", "optim", "trainer")
+            }
             objects["logger"] = {"csv": logger}
             try:
                 results = training.train("auto", **objects, seed=0, output=output, config=config)

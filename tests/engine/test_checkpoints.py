@@ -70,7 +70,7 @@ def test_where_a_run_goes_on(tmp_path):
         find_state(str(tmp_path / "absent"), tmp_path)
     save_state(tmp_path / STATE, {})
     assert find_state("auto", tmp_path) == find_state(str(tmp_path), tmp_path / "other") == tmp_path / STATE
-    with pytest.raises(CannotResume, match="holds a run; trainer.resume=auto goes on with it"):
+    with pytest.raises(CannotResume, match=r"holds a run; trainer.resume=auto goes on with it"):
         find_state(None, tmp_path)
 
 

@@ -72,15 +72,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("overrides", "message"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
 def test_refused(overrides, message, train):
-    code, out, err = train(*SMOKE, *overrides)
+    code, _, err = train(*SMOKE, *overrides)
     assert code == 1 and message in err, err
     assert "Traceback" not in err and len(err) < 1500
 
 
 def test_help(train, evaluate):
-    for program, words in ((train, "python train.py backend=torch model=vmamba2_tiny"), (evaluate, "'images=[a.png,b.png]'")):
+    for program, words in (
+        (train, "python train.py backend=torch model=vmamba2_tiny"),
+        (evaluate, "'images=[a.png,b.png]'"),
+    ):
         code, out, _ = program("--help")
         assert code == 0 and words in out and "backend: auto, reference, torch" in out
 
@@ -121,7 +126,10 @@ def test_train_then_evaluate_classify_and_time(train, evaluate, tmp_path):
         last_json(evaluate("checkpoint=run", images)[1])["images"]
         for images in ("images=pictures", "images=pictures/*.png", "images=[pictures/a.png,pictures/b.png]")
     ]
-    assert named[0] == named[1] == named[2] and [item["image"] for item in named[0]] == ["pictures/a.png", "pictures/b.png"]
+    assert named[0] == named[1] == named[2] and [item["image"] for item in named[0]] == [
+        "pictures/a.png",
+        "pictures/b.png",
+    ]
     shares = [share for _, share in named[0][0]["classes"]]
     assert len(shares) == 5 and shares == sorted(shares, reverse=True)
 
@@ -158,7 +166,14 @@ def test_jobs_of_a_multirun_do_not_touch_each_other(train, tmp_path):
 
 
 def test_synthetic_data_report_no_accuracy(train, tmp_path):
-    options = ["data=synthetic", "model=test", "trainer=debug", "trainer.batch_size=8", "data.images=40", "data.img_size=16"]
+    options = [
+        "data=synthetic",
+        "model=test",
+        "trainer=debug",
+        "trainer.batch_size=8",
+        "data.images=40",
+        "data.img_size=16",
+    ]
     code, out, _ = train(*options, "logger=csv", "hydra.run.dir=run")
     results = last_json(out)
     assert code == 0 and results["test_accuracy"] is None and "is not reported" in out
@@ -166,10 +181,22 @@ def test_synthetic_data_report_no_accuracy(train, tmp_path):
 
 
 def test_diverging_training_ends_with_a_report_and_keeps_the_checkpoint(train, tmp_path):
-    options = ["optim=sgd", "optim.lr=1e30", "trainer.clip_grad=null", "trainer.checkpoint_every=1", "hydra.run.dir=run"]
+    options = [
+        "optim=sgd",
+        "optim.lr=1e30",
+        "trainer.clip_grad=null",
+        "trainer.checkpoint_every=1",
+        "hydra.run.dir=run",
+    ]
     code, _, err = train(*SMOKE, *options)
     assert code == 1 and "Traceback" not in err
-    for words in ("the loss is nan at update 3", "learning rate: ", "losses before: 2.", "images of the batch: ", "state.pt"):
+    for words in (
+        "the loss is nan at update 3",
+        "learning rate: ",
+        "losses before: 2.",
+        "images of the batch: ",
+        "state.pt",
+    ):
         assert words in err, err
     assert (tmp_path / "run" / "checkpoints" / "state.pt").exists()
 

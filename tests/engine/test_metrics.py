@@ -48,7 +48,10 @@ def test_scores(batch_size, world):
     assert scores.loss == pytest.approx(float(-logits.log_softmax(-1)[range(23), data.labels].mean()), rel=1e-5)
     right = order[:, 0] == data.labels
     assert scores.top1 == int(right.sum()) / 23
-    assert scores.top5 == sum(label in row[:5] for label, row in zip(data.labels.tolist(), order.tolist(), strict=True)) / 23
+    assert (
+        scores.top5
+        == sum(label in row[:5] for label, row in zip(data.labels.tolist(), order.tolist(), strict=True)) / 23
+    )
     confusion = torch.zeros(CLASSES, CLASSES, dtype=torch.long)
     for label, row in zip(data.labels.tolist(), order.tolist(), strict=True):
         confusion[label, row[0]] += 1

@@ -32,13 +32,19 @@ def node(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (node(name="x", pretraind=True), r"a.pretraind: no such key; did you mean pretrained\? Choices: name, pretrained"),
+        (
+            node(name="x", pretraind=True),
+            r"a.pretraind: no such key; did you mean pretrained\? Choices: name, pretrained",
+        ),
         (node(name=3), "a.name: expected str, got 3"),
         (node(name="x", pretrained="yes"), "a.pretrained: expected bool, got 'yes'"),
         (node(pretrained=True), "a.name: it needs a value; give one with a.name=VALUE"),
         (node(name="???"), "a.name: it needs a value"),
         ({"list": [node(name="x"), node(name=None)]}, r"list.1.a.name: expected str, got None"),
-        ({"b": {"_target_": "vmamba_npu.engine.optim.Optim", "opt": "sgd", "lr": 1, "layer_decay": "x"}}, r"float \| None"),
+        (
+            {"b": {"_target_": "vmamba_npu.engine.optim.Optim", "opt": "sgd", "lr": 1, "layer_decay": "x"}},
+            r"float \| None",
+        ),
     ],
 )
 def test_bad_configs(config, message):

@@ -94,7 +94,8 @@ def test_scaler_skips_an_update_that_overflows():
 
 
 @pytest.mark.parametrize(
-    ("where", "message"), [("loss", r"the loss is (nan|inf)"), ("gradient", "the loss is finite, the norm of the gradient")]
+    ("where", "message"),
+    [("loss", r"the loss is (nan|inf)"), ("gradient", "the loss is finite, the norm of the gradient")],
 )
 def test_nothing_is_updated_by_what_is_not_finite(where, message):
     made = stepper(average=True)

@@ -36,11 +36,18 @@ def data(seed: int = 0) -> ImageData:
     parts = torch.arange(64).split([40, 12, 12])
     augment = Affine(degrees=5, shift=1)
     return ImageData(
-        "bars", ["left", "right"], whole.prepare, whole.at(parts[0], augment, seed), whole.at(parts[1]), whole.at(parts[2])
+        "bars",
+        ["left", "right"],
+        whole.prepare,
+        whole.at(parts[0], augment, seed),
+        whole.at(parts[1]),
+        whole.at(parts[2]),
     )
 
 
-def run(output: Path, trainer: Trainer = TRAINER, seed: int = 0, logger=CsvLogger, dataset: ImageData | None = None) -> dict:
+def run(
+    output: Path, trainer: Trainer = TRAINER, seed: int = 0, logger=CsvLogger, dataset: ImageData | None = None
+) -> dict:
     model = Model("test_vmamba2_npu", kwargs={"drop_rate": 0.2, "drop_path_rate": 0.1})
     return train("auto", model, dataset or data(seed), OPTIM, trainer, {"csv": logger}, seed, output, {"seed": seed})
 
@@ -81,7 +88,9 @@ def test_results_and_files(alone):
     assert [row.split(",")[0] for row in rows] == ["update", *map(str, range(1, UPDATES + 1))]
     report = (output / "report.md").read_text()
     assert f"{results['test_accuracy']:.4f}" in report and "| left | 6 |" in report and "moving average" in report
-    assert str(output) not in (output / "model" / "config.json").read_text() + (output / "model" / "README.md").read_text()
+    assert (
+        str(output) not in (output / "model" / "config.json").read_text() + (output / "model" / "README.md").read_text()
+    )
 
 
 def test_weights_that_count_are_the_average_of_the_last_update(alone):

@@ -16,6 +16,7 @@ from torch import Tensor
 from .checkpoints import write
 from .loggers import Row, read_csv
 
+COLUMNS = 8  # images in a row of the page of wrong predictions
 LABELLED = 30  # classes up to which a confusion matrix shows names, and numbers in its cells
 
 
@@ -60,17 +61,20 @@ def confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
 
 def wrong_predictions(path: Path, images: Sequence[Tensor], titles: Sequence[str], total: int) -> None:
     """A page of images ([C, H, W] in 0..1) that the model took for something else."""
-    columns = 8
-    rows = max(1, -(-len(images) // columns))
-    figure = Figure(figsize=(columns * 1.3, rows * 1.6 + 0.4), layout="constrained")
-    figure.suptitle(f"{total} wrong predictions" + (f", the first {len(images)}" if len(images) < total else ""))
-    grid = figure.subplots(rows, columns, squeeze=False).flat
-    for axes in grid:
-        axes.axis("off")
-    for axes, image, title in zip(grid, images, titles, strict=False):
-        pixels = image.clamp(0, 1).permute(1, 2, 0).numpy()  # [H, W, C]
-        axes.imshow(pixels, cmap="gray" if pixels.shape[-1] == 1 else None, vmin=0, vmax=1)
-        axes.set_title(title, fontsize=7)
+    figure = Figure(figsize=(10, 10), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(f"{total} wrong predictions" + (f", the first {len(images)}" if len(images) < total else ""))
+    axes.axis("off")
+    if images:
+        channels, height, width = images[0].shape
+        line = max(2, height // 4)  # above each image, for its title
+        rows = -(-len(images) // COLUMNS)
+        page = np.ones((rows * (height + line), COLUMNS * (width + 2), channels))
+        for i, (image, title) in enumerate(zip(images, titles, strict=True)):
+            top, left = i // COLUMNS * (height + line) + line, i % COLUMNS * (width + 2)
+            page[top : top + height, left : left + width] = image.clamp(0, 1).permute(1, 2, 0).numpy()
+            axes.text(left + width / 2, top - line / 2 - 0.5, title, ha="center", va="center", fontsize=6)
+        axes.imshow(page, cmap="gray" if channels == 1 else None, vmin=0, vmax=1)
     _save(figure, path)
 
 

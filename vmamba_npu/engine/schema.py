@@ -80,8 +80,10 @@ def fits(kind: Any, value: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if origin in (list, tuple):
-        kinds = parts if origin is tuple and Ellipsis not in parts else [parts[0]] * len(value or ())
-        return isinstance(value, list) and len(kinds) == len(value) and all(map(fits, kinds, value))
+        if not isinstance(value, list):
+            return False
+        kinds = parts if origin is tuple and Ellipsis not in parts else [parts[0]] * len(value)
+        return len(kinds) == len(value) and all(map(fits, kinds, value))
     if (origin or kind) in (dict, Mapping):
         return isinstance(value, Mapping)
     if kind in (str, bool):
