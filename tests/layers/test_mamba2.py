@@ -192,6 +192,7 @@ def test_copies_keep_values_and_flags():
     meta = Mamba2Simple(8, learnable_init_states=True, **SMALL, device="meta")
     assert meta(u.to("meta")).device.type == "meta"
     empty = meta.to_empty(device="cpu")
+    assert marked(empty) == flags
     empty.load_state_dict(layer.state_dict(), strict=True)
     assigned = Mamba2Simple(8, learnable_init_states=True, **SMALL)
     assigned.load_state_dict(layer.state_dict(), assign=True)
