@@ -69,9 +69,9 @@ def backward(
                 weighted_do = block.by_group("weighted_do", do, block.of(decays.into))
                 d_adds = torch.bmm(block.C.mT, weighted_do, out=ws("columns", *states.shape))
                 d_states, d_state = block.walk_back(d_adds, d_state, d_final, grads.initial)
-                through_state = carried(block, states)
+                through_state = None if block.heads == 1 and zs is None else carried(block, states)
                 mixing, d_stepped = _inside(block, do, grads)
-                if zs is not None and grads.z is not None:
+                if zs is not None and grads.z is not None and through_state is not None:
                     o = output(block, mixing, through_state, skip, block.empty_by_head("o"))
                     block.store(grads.z, _gate_gradient(block.tokens(zs).to(acc), block.tokens(dys), o))
                 _through_states(
@@ -101,7 +101,7 @@ def _walk_rows(x, B, C, decays: Decays, p: Plan, rows: slice, spans, initial: Te
     walked = []
     for number, (c0, c1) in enumerate(spans):
         before, states = state.clone(), None
-        if keep or c1 < p.count:
+        if c1 < p.count:  # the last block walks itself
             block = Block(x, B, C, decays, p, rows, c0, c1, ws)
             adds = chunk_adds(block, weighted_values(block, "values"))
             states, state = block.walk(adds, before, initial, None, f"states{number if keep else ''}")
@@ -155,12 +155,23 @@ def _through_states(block: Block, do, weighted, weighted_do, carried, states, d_
     """What comes through the state before the chunk and goes out through the one after it; completes the block."""
     ws, here = block.ws, (slice(block.c0, block.c1), block.rows)
     dC, dB = ws("dC", *block.C.shape), ws("dB", *block.B.shape)
-    block.store(grads.C, dC.baddbmm_(weighted_do, states.mT).unflatten(0, block.grid))
-    block.store(grads.B, dB.baddbmm_(weighted, d_states.mT).unflatten(0, block.grid))
-    from_state = block.heads_of(carried.mul_(weighted_do)).sum(-1)
+    if block.heads == 1:  # these gradients are of one head each, so their products with C and B are the sums wanted
+        through_C = torch.bmm(weighted_do, states.mT, out=ws("through_C", *block.C.shape))
+        through_B = torch.bmm(weighted, d_states.mT, out=ws("through_B", *block.B.shape))
+        dC.add_(through_C)
+        dB.add_(through_B)
+        from_state = through_C.mul_(block.C).sum(-1).view(*block.grid, 1, block.size)
+        to_state = through_B.mul_(block.B).sum(-1).view(*block.grid, 1, block.size)
+    else:
+        dC.baddbmm_(weighted_do, states.mT)
+        dB.baddbmm_(weighted, d_states.mT)
+        from_state = block.heads_of(carried.mul_(weighted_do)).sum(-1)
+    block.store(grads.C, dC.unflatten(0, block.grid))
+    block.store(grads.B, dB.unflatten(0, block.grid))
     d_weighted = torch.bmm(block.B, d_states, out=ws("columns", *weighted.shape))
     d_stepped = d_stepped.view(do.shape).addcmul_(block.heads_of(d_weighted), block.of(block.decays.out))
-    to_state = block.heads_of(d_weighted.mul_(weighted)).sum(-1)
+    if block.heads > 1:
+        to_state = block.heads_of(d_weighted.mul_(weighted)).sum(-1)
     kept = states.mul_(d_states).view(*block.grid, block.N, block.heads, block.P).sum((3, 5))
     kept = kept * block.decays.into[here][..., -1]
     # A decay at token u acts on all that passes over the border before u: tokens j < u <= l, and the states.
