@@ -4,8 +4,8 @@
 
 The yardstick is what no implementation by matrix products can avoid, each product one `torch.bmm` over all chunks and
 heads at once, with the chunk of the case. Forward: C B^T, (C B^T . decay) X, C S, B^T X. Backward, by the closed form:
-dY X^T, its two uses, and those with the states and their gradients, eight in all. Peak extra memory is the growth of the
-resident set in a fresh process that makes one forward and backward.
+dY X^T, its two uses, and those with the states and their gradients, eight in all. Peak extra memory is the growth of
+the resident set in a fresh process that makes one forward and backward.
 """
 
 import argparse

@@ -31,8 +31,7 @@ def _import_torch() -> None:
 
 _import_torch()
 
-from . import backends  # noqa: E402
-from . import ops  # noqa: E402  (registers the operators)
+from . import backends, ops  # noqa: E402  (registers the operators)
 from .backends import BackendUnavailable, use_backend  # noqa: E402
 from .models import VisionMamba2  # noqa: E402  (registers the timm models)
 

