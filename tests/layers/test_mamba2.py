@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -160,8 +161,10 @@ def test_other_refusals():
     with pytest.raises(ValueError, match=r"group_size.*12.*5"):
         RMSNorm(12, group_size=5)
     layer = Mamba2(8, **SMALL)
-    with pytest.raises(ValueError, match=r"u: .*d_model = 8.*\(2, 3, 7\)"):
-        layer(draw(2, 3, 7))
+    for kind in (layer, Mamba2Simple(8, **SMALL)):
+        for size in ((2, 3, 7), (3, 8), (2, 3, 2, 8)):
+            with pytest.raises(ValueError, match=rf"u: .*d_model = 8.*{re.escape(str(size))}"):
+                kind(draw(*size))
     with pytest.raises(ValueError, match=r"u: .*seqlen = 4.*\(6, 8\)"):
         layer(draw(6, 8), seqlen=4)
     with pytest.raises(TypeError, match=r"seq_idx.*str"):

@@ -118,10 +118,6 @@ class Mamba2(Mamba2Mixer):
                 out = self._sequences(u, seq_idx, cu_seqlens, cache, fresh)
         return out if seqlen is None else out.flatten(0, 1)
 
-    def _check_input(self, u: Tensor) -> None:
-        if u.ndim != 3 or u.shape[-1] != self.d_model:
-            raise ValueError(f"u: expected [B, L, d_model = {self.d_model}], got {tuple(u.shape)}")
-
     def _sequences(
         self, u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None, fresh: bool
     ) -> Tensor:

@@ -215,6 +215,11 @@ class Mamba2Mixer(nn.Module):
         y, _ = self._scan(self._convolve(xBC, None), dt, z, None, None, None)
         return self._finish(y, z, z0, x0)
 
+    def _check_input(self, u: Tensor) -> None:
+        """For the subclasses: a test of sizes would keep `forward` above from being traced."""
+        if u.ndim != 3 or u.shape[-1] != self.d_model:
+            raise ValueError(f"u: expected [B, L, d_model = {self.d_model}], got {tuple(u.shape)}")
+
     def _project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """z0, x0 [..., d_mlp], z [..., d_ssm], xBC [..., conv_dim], dt [..., H]"""
         parts = self.in_proj(u).split([self.d_mlp, self.d_mlp, self.d_ssm, self.conv_dim, self.nheads], -1)

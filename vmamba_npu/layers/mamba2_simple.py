@@ -69,6 +69,7 @@ class Mamba2Simple(Mamba2Mixer):
             self._mark_no_weight_decay()
 
     def forward(self, u: Tensor, seq_idx: Tensor | None = None) -> Tensor:  # [B, L, d_model] -> [B, L, d_model]
+        self._check_input(u)
         check_packing(u, seq_idx, None)
         z0, x0, z, xBC, dt = self._project(u)
         initial_states = self.init_states.expand(u.shape[0], -1, -1, -1) if self.learnable_init_states else None
