@@ -18,7 +18,7 @@ def exported(tmp_path_factory):
     model = timm.create_model("test_vmamba2_npu", exportable=True, **SMALL).eval()
     path = tmp_path_factory.mktemp("onnx") / "model.onnx"
     dim = torch.export.Dim
-    sizes = {0: dim("batch", min=1, max=64), 2: dim("height", min=8, max=512), 3: dim("width", min=8, max=512)}
+    sizes = {0: dim("batch", min=1, max=64), 2: dim("height", min=16, max=512), 3: dim("width", min=16, max=512)}
     torch.onnx.export(model, (torch.randn(2, 3, 48, 64),), str(path), dynamo=True, dynamic_shapes=(sizes,))
     return model, onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
