@@ -215,3 +215,14 @@ GOOD = dict(x=torch.ones(2, 3, 5), weight=torch.ones(3, 4))
 def test_bad_input_names_the_argument(change, error, words):
     with pytest.raises(error, match=words):
         causal_conv1d(**(GOOD | change))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_result_may_be_changed_in_place(backend, channels_last):
+    x, weight, _, _ = draw(1, 2, 3, 5, 4, False, False, channels_last)
+    want = formula(x, weight, None, None, None, "silu")[0] + 1
+    out, _ = causal_conv1d(x, weight, activation="silu", backend=backend)
+    out += 1
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(want.sum(), x))

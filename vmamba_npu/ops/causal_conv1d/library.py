@@ -24,9 +24,16 @@ def _is_channels_last(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(2) != 1
 
 
+def _empty_like(x: Tensor) -> Tensor:
+    """[B, channels, L] in the layout of x; not a view, as PyTorch forbids to change views among results in place."""
+    _, channels, L = x.shape
+    return x.new_empty_strided(x.shape, (channels * L, 1, channels) if _is_channels_last(x) else (channels * L, L, 1))
+
+
 def _in_layout_of(x: Tensor, t: Tensor) -> Tensor:
-    """t [B, channels, L] contiguous, or a transposed contiguous [B, L, channels] if x has its channels last."""
-    return t.mT.contiguous().mT if _is_channels_last(x) else t.contiguous()
+    """t [B, channels, L] as `_empty_like(x)` is laid out, itself if it is so already."""
+    dense = (t.mT if _is_channels_last(x) else t).is_contiguous()
+    return t if dense and not t._is_view() else _empty_like(x).copy_(t)
 
 
 @torch.library.custom_op("vmamba_npu::causal_conv1d_fwd", mutates_args=())
@@ -44,11 +51,6 @@ def causal_conv1d_fwd(
     with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
         out, final_states = resolve(OP, backend, *call).forward(*call)
     return _in_layout_of(x, out), final_states
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    B, channels, L = x.shape
-    return x.new_empty(B, L, channels).mT if _is_channels_last(x) else x.new_empty(B, channels, L)
 
 
 @causal_conv1d_fwd.register_fake
@@ -117,7 +119,9 @@ def causal_conv1d_update(
     call = (conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
     tokens = x if x.ndim == 3 else x.unsqueeze(-1)  # backends see a token axis always
     with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
-        return resolve(UPDATE, backend, tokens, *call).update(tokens, *call).reshape(x.shape)
+        out = resolve(UPDATE, backend, tokens, *call).update(tokens, *call)
+    out = out.reshape(x.shape)
+    return out.clone() if out._is_view() else out  # no view, as in `_empty_like`
 
 
 @causal_conv1d_update.register_fake

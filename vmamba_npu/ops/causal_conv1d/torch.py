@@ -57,11 +57,10 @@ class _Signal:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """[B, L, channels] in the memory layout that x [B, channels, L] has."""
-    batch, channels, L = x.shape
-    if x.stride(1) == 1 and x.stride(2) != 1:
-        return x.new_empty(batch, L, channels)
-    return x.new_empty(batch, channels, L).mT
+    """[B, channels, L] with its channels or its tokens last in memory, as x has them."""
+    _, channels, L = x.shape
+    last = x.stride(1) == 1 and x.stride(2) != 1
+    return x.new_empty_strided(x.shape, (channels * L, 1, channels) if last else (channels * L, L, 1))
 
 
 def _convolve(window: Tensor, weight: Tensor, bias: Tensor | None, counts: list[Tensor | None]) -> Tensor:
@@ -95,7 +94,8 @@ def forward(x, weight, bias, seq_idx, initial_states, activation) -> tuple[Tenso
     L, width = x.shape[2], weight.shape[1]
     signal = _Signal(x, width, initial_states, seq_idx)
     weight, bias = weight.to(signal.acc), None if bias is None else bias.to(signal.acc)
-    out = _empty_like(x)
+    result = _empty_like(x)
+    out = result.mT  # [B, L, channels]
     for rows, t0, t1 in signal.blocks():
         p = _before_activation(signal.window(rows, t0, t1), weight, bias, signal.counts(rows, t0, t1))
         if activation is not None and p.dtype == out.dtype:
@@ -103,7 +103,7 @@ def forward(x, weight, bias, seq_idx, initial_states, activation) -> tuple[Tenso
         else:
             out[rows, t0:t1] = p if activation is None else F.silu(p, inplace=True)
     final_states = signal.only_last_sequence(signal.window(slice(None), L, L))
-    return out.mT, final_states.mT.to(x.dtype, copy=True).contiguous()
+    return result, final_states.mT.to(x.dtype, copy=True).contiguous()
 
 
 def backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, activation) -> tuple[Tensor | None, ...]:
@@ -113,7 +113,7 @@ def backward(dout, dfinal_states, x, weight, bias, seq_idx, initial_states, acti
     signal = _Signal(x, width, initial_states, seq_idx)
     acc = signal.acc
     w, b = weight.to(acc), None if bias is None else bias.to(acc)
-    dx, dweight, dbias = _empty_like(x), w.new_zeros(width, w.shape[0]), w.new_zeros(w.shape[0])
+    dx, dweight, dbias = _empty_like(x).mT, w.new_zeros(width, w.shape[0]), w.new_zeros(w.shape[0])
     carry = signal.only_last_sequence(dfinal_states.mT.to(acc)).clone()  # [B, W - 1, channels]
     for rows, t0, t1 in reversed(list(signal.blocks())):
         window, counts = signal.window(rows, t0, t1), signal.counts(rows, t0, t1)

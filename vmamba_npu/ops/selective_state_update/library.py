@@ -46,7 +46,8 @@ def selective_state_update(
     call = (state, x, dt, A, B, C, D, z, dt_bias, *options)
     with torch.autocast(x.device.type, enabled=False):  # a backend computes in the dtypes that the operator promises
         y = resolve(OP, backend, *call).update(*call)
-    return y if has_heads else y.squeeze(1)
+    y = y if has_heads else y.squeeze(1)
+    return y.clone() if y._is_view() else y  # callers may change the result in place, which PyTorch forbids for views
 
 
 @selective_state_update.register_fake
